@@ -15,20 +15,20 @@ from typing import Any
 from ..checkpoints.storage.atomic import atomic_file
 
 _NEW_OBJECTS = 1_000_000
-_TOOLS = "Tool calls are kept for training with `template: tokenizer`; `regenerate` leaves such conversations out"
+_TOOLS = "Train on tool calls with `template: tokenizer`; `regenerate` skips such conversations"
 _REMEDIES = (
     *((f"unmapped role {role}", _TOOLS) for role in ("function_call", "tool", "function", "observation", "ipython")),
     (
         "unmapped role",
-        "`clean: {roles: {NAME: user}}` gives a role its meaning; `unknown_roles: cut` cuts its messages",
+        "Map a role with `clean: {roles: {NAME: user}}`, or remove its messages with `unknown_roles: cut`",
     ),
-    ("roles do not alternate", "`clean: {non_alternating: merge}` joins neighbouring messages of one role"),
-    ("system message after", "A system message can only be kept before the first question: move or remove it"),
-    ("only questions", "`draftsmith regenerate` answers rows that have questions only"),
-    ("content is not text", "Images and other parts that are no text are not read"),
+    ("roles do not alternate", "Merge adjacent messages of one role with `clean: {non_alternating: merge}`"),
+    ("system message after", "Move the system message before the first question, or remove it"),
+    ("only questions", "Generate the answers of rows without answers with `draftsmith regenerate`"),
+    ("content is not text", "Only text is supported; remove images and other parts"),
 )
 """Prefixes of reasons, and their remedies; the first match is shown."""
-_ANY_REMEDY = "See `clean` for the rules of roles and exchanges, and docs/how-to/row-formats.md for the columns"
+_ANY_REMEDY = "See the recipe section `clean`, and docs/how-to/row-formats.md for the supported columns"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ class Prompt:
     follow_ups: tuple[FollowUp, ...] = ()
     references: tuple[str, ...] = ()
 
-    def followed_up(self, number: int, answer: str) -> Prompt:
+    def follow_up(self, number: int, answer: str) -> Prompt:
         """Return the prompt of the first follow-up, which is question `number`, after `answer`."""
         first, *later = self.follow_ups
         turns = (*self.turns, Turn("assistant", answer), Turn("user", first.question))
@@ -135,14 +135,14 @@ class CorpusReport:
             parts.append(f"changed: {_reasons(self.changed)}")
         return "; ".join(parts)
 
-    def nothing_kept(self) -> str:
+    def explain_empty(self) -> str:
         """Return why no row is left, with a remedy."""
         return f"{self.summary()}. {self.advice() or _ANY_REMEDY}"
 
     def advice(self) -> str:
         """Return remedies for the reasons of dropped rows; nothing if there are none."""
-        found = (next((text for start, text in _REMEDIES if reason.startswith(start)), "") for reason in self.dropped)
-        return ". ".join(dict.fromkeys(filter(None, found)))
+        remedies = (next((text for start, text in _REMEDIES if key.startswith(start)), "") for key in self.dropped)
+        return ". ".join(dict.fromkeys(filter(None, remedies)))
 
 
 def _reasons(counts: Counter[str]) -> str:
@@ -190,7 +190,7 @@ def write_conversations(conversations: Iterable[Conversation], path: str | os.Pa
 
 
 @contextmanager
-def rarely_collected() -> Iterator[None]:
+def collect_rarely() -> Iterator[None]:
     """Collect garbage less often within the context, since rows are freed by their reference counts."""
     before = gc.get_threshold()
     gc.set_threshold(_NEW_OBJECTS, *before[1:])

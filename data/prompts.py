@@ -59,7 +59,7 @@ def load_prompts(
     lengths: list[int] = []
     skipped = SkippedPrompts() if skipped is None else skipped
 
-    def short_enough() -> Iterator[tuple[Prompt, list[int]]]:
+    def filter_length() -> Iterator[tuple[Prompt, list[int]]]:
         for prompt in read_prompts(source, path=path, groups=groups, skipped=skipped.skipped):
             ids = encode(prompt.turns)
             lengths.append(len(ids))
@@ -68,17 +68,17 @@ def load_prompts(
             else:
                 skipped.too_long.append(prompt.id)
 
-    prompts = list(islice(_in_turn(source, short_enough()), limit))
+    prompts = list(islice(_alternate_groups(source, filter_length()), limit))
     if not lengths:
         of = f" of {', '.join(groups)}" if groups else ""
-        raise ValueError(f"no prompt{of} in {source}: {skipped.summary() or 'it is empty'}")
+        raise ValueError(f"no prompt{of} in {source}: {skipped.summary() or 'the source is empty'}")
     if not prompts:
-        raise ValueError(f"no prompt in {source} has at most {max_tokens} tokens; the shortest has {min(lengths)}")
+        raise ValueError(f"all prompts in {source} exceed {max_tokens} tokens; the shortest has {min(lengths)}")
     return prompts
 
 
 def ask_follow_ups(
-    found: Sequence[tuple[Prompt, list[int]]],
+    prompts: Sequence[tuple[Prompt, list[int]]],
     answer: Callable[[list[list[int]]], list[str]],
     encode: Callable[[Sequence[Turn]], list[int]],
     max_tokens: int,
@@ -88,19 +88,19 @@ def ask_follow_ups(
 
     `answer` generates the answers that are not recorded, given the token ids of the questions so far.
     """
-    every, asked = list(found), [each for each in found if each[0].follow_ups]
+    all_prompts, pending = list(prompts), [each for each in prompts if each[0].follow_ups]
     for number in count(2):
-        if not asked:
+        if not pending:
             break
-        missing = [ids for prompt, ids in asked if not prompt.follow_ups[0].answer]
+        missing = [ids for prompt, ids in pending if not prompt.follow_ups[0].answer]
         own = iter(answer(missing)) if missing else iter(())
-        turns = [prompt.followed_up(number, prompt.follow_ups[0].answer or next(own)) for prompt, _ in asked]
+        turns = [prompt.follow_up(number, prompt.follow_ups[0].answer or next(own)) for prompt, _ in pending]
         encoded = [(prompt, encode(prompt.turns)) for prompt in turns]
         skipped.too_long += [prompt.id for prompt, ids in encoded if len(ids) > max_tokens]
         fit = [each for each in encoded if len(each[1]) <= max_tokens]
-        every += fit
-        asked = [each for each in fit if each[0].follow_ups]
-    return every
+        all_prompts += fit
+        pending = [each for each in fit if each[0].follow_ups]
+    return all_prompts
 
 
 def load_questions(
@@ -108,14 +108,14 @@ def load_questions(
 ) -> list[Prompt]:
     """Return questions without token ids, of any length. Raises ValueError if there is none."""
     read = ((prompt, list[int]()) for prompt in read_prompts(source, path=path, groups=groups, skipped=Counter()))
-    prompts = [prompt for prompt, _ in islice(_in_turn(source, read), limit)]
+    prompts = [prompt for prompt, _ in islice(_alternate_groups(source, read), limit)]
     if not prompts:
         of = f" of {', '.join(groups)}" if groups else ""
         raise ValueError(f"no prompt{of} in {source}")
     return prompts
 
 
-def _in_turn(source: str, prompts: Iterator[tuple[Prompt, list[int]]]) -> Iterator[tuple[Prompt, list[int]]]:
+def _alternate_groups(source: str, prompts: Iterator[tuple[Prompt, list[int]]]) -> Iterator[tuple[Prompt, list[int]]]:
     """Yield the prompts of a set with groups, alternating between the groups."""
     corpus = find_corpus(source)
     if corpus is None or not corpus.groups:
@@ -142,6 +142,6 @@ def end_ids(tokenizer: Any, template: Template, generation_config: Any, stop: Se
     for text in stop:
         ids = tokenizer(text, add_special_tokens=False).input_ids
         if len(ids) != 1:
-            raise ValueError(f"`stop` takes texts of one token, and {text!r} has {len(ids)}")
+            raise ValueError(f"texts of `stop` must be one token, but {text!r} has {len(ids)}")
         ends.update(ids)
     return tuple(sorted(int(token) for token in ends - {None}))

@@ -72,12 +72,12 @@ class RegenerationReport:
 
 def keyed(conversations: Iterable[Conversation]) -> Iterator[tuple[str, Conversation]]:
     """Yield conversations with their keys: hashes of id, texts, and the number of earlier duplicates."""
-    seen: Counter[bytes] = Counter()
+    counts: Counter[bytes] = Counter()
     for conversation in conversations:
         content = [conversation.id, [[turn.role, turn.text] for turn in conversation.turns]]
         digest = _digest(json.dumps(content).encode())
-        yield _digest(digest + seen[digest].to_bytes(8, "big")).hex(), conversation
-        seen[digest] += 1
+        yield _digest(digest + counts[digest].to_bytes(8, "big")).hex(), conversation
+        counts[digest] += 1
 
 
 def _digest(content: bytes) -> bytes:
@@ -100,7 +100,7 @@ class Store(AbstractContextManager["Store"]):
         with ExitStack() as stack:
             stack.enter_context(sole_writer(self.path))
             self._check_settings(settings)
-            self._done = _finished(self.path)
+            self._done = _read_finished_keys(self.path)
             self._file = stack.enter_context(self.path.open("ab", buffering=0))
             self._stack = stack.pop_all()
         self._errors: FileIO | None = None
@@ -113,17 +113,17 @@ class Store(AbstractContextManager["Store"]):
 
     def add(self, name: str, key: str, turns: Sequence[Turn], finishes: Sequence[str], cut: str = "") -> None:
         """Write a conversation: id, key, turns, the finish of each answer, and the reason for missing turns."""
-        assert key not in self, f"{key} is written already"
+        assert key not in self, f"{key} is already written"
         messages = [{"role": turn.role, "content": turn.text} for turn in turns]
         row = {"id": name, "key": key, "messages": messages, "finish": list(finishes)} | ({"cut": cut} if cut else {})
-        append_line(self._file, _encoded(row))
+        append_line(self._file, _encode_row(row))
         self._done.add(key)
 
     def fail(self, name: str, key: str, error: str) -> None:
         """Write the error of a conversation that could not be completed."""
         if self._errors is None:
             self._errors = self._stack.enter_context(self.errors_path.open("ab", buffering=0))
-        append_line(self._errors, _encoded({"id": name, "key": key, "error": error}))
+        append_line(self._errors, _encode_row({"id": name, "key": key, "error": error}))
 
     def __exit__(self, *_: object) -> None:
         with self._stack:
@@ -142,16 +142,16 @@ class Store(AbstractContextManager["Store"]):
         for name in dict.fromkeys([*settings, *former]):
             if (before := former.get(name)) != (now := settings.get(name)):
                 raise ValueError(
-                    f"{self.path} was started with {name} {before!r}, but it is now {now!r}: choose another `out`, or "
-                    "delete that file"
+                    f"{self.path} was started with {name} {before!r}, but the recipe has {now!r}: choose another "
+                    "`out`, or delete that file"
                 )
 
 
-def _encoded(row: dict[str, Any]) -> bytes:
+def _encode_row(row: dict[str, Any]) -> bytes:
     return json.dumps(row, ensure_ascii=False).encode("utf-8", "replace")
 
 
-def _finished(path: Path) -> set[str]:
+def _read_finished_keys(path: Path) -> set[str]:
     """Return the keys of the finished conversations; truncate the file after the last complete line."""
     done: set[str] = set()
     if not path.exists():
@@ -165,10 +165,7 @@ def _finished(path: Path) -> set[str]:
             try:
                 done.add(parse_json(line.decode())["key"])
             except (ValueError, KeyError, TypeError) as error:
-                raise ValueError(
-                    f"{path}, row {number} was not written by regeneration ({error}): choose another `out`, or delete "
-                    "that line"
-                ) from error
+                raise ValueError(f"{path}, row {number} was not written by regeneration: {error}") from error
             whole += len(line)
     return done
 
@@ -192,7 +189,7 @@ async def regenerate(
     everything after it; a conversation without an answer before it has failed. The run is abandoned when `stopping`
     returns True. `progress` is called with the number of finished conversations.
     """
-    source = _longest_first(item for item in keyed(conversations) if item[0] not in store)
+    source = _sort_by_length(item for item in keyed(conversations) if item[0] not in store)
     work = _Work(store, answer, seed, system, keep_cut, stopping, progress)
     running = {asyncio.create_task(work.run(source)) for _ in range(concurrency)}
     try:
@@ -207,7 +204,7 @@ async def regenerate(
     return work.report
 
 
-def _longest_first(items: Iterator[tuple[str, Conversation]]) -> Iterator[tuple[str, Conversation]]:
+def _sort_by_length(items: Iterator[tuple[str, Conversation]]) -> Iterator[tuple[str, Conversation]]:
     """Yield conversations by descending number of questions within groups of 4096, to avoid long ones at the end."""
     while some := list(islice(items, _SORTED)):
         yield from sorted(some, key=lambda item: -sum(turn.role == "user" for turn in item[1].turns))
@@ -237,15 +234,15 @@ class _Work:
         if not turns and self.system:
             turns = [Turn("system", self.system)]
         finishes: list[str] = []
-        kind, reason = "", "nothing is asked in it"
-        for asked in [turn for turn in conversation.turns if turn.role == "user"]:
+        kind, reason = "", "the conversation has no question"
+        for question in [turn for turn in conversation.turns if turn.role == "user"]:
             if self.stopping():
                 return
             digest = _digest(f"{self.seed} {key} {len(finishes)}".encode())
-            reply = await self.answer(Question((*turns, asked), int.from_bytes(digest[:4], "big") >> 1))
+            reply = await self.answer(Question((*turns, question), int.from_bytes(digest[:4], "big") >> 1))
             if reply is None:
                 return
-            kind, reason = self._fault(reply)
+            kind, reason = self._find_fault(reply)
             if isinstance(reply, Failure) and not reply.lasting:
                 finishes = []  # all questions are asked again
                 break
@@ -253,7 +250,7 @@ class _Work:
                 reason = f"answer {len(finishes) + 1}: {reason}"
                 break
             assert isinstance(reply, Answer)
-            turns += [asked, Turn("assistant", reply.text)]
+            turns += [question, Turn("assistant", reply.text)]
             finishes.append(reply.finish)
         if finishes:
             self.store.add(conversation.id, key, turns, finishes, reason)
@@ -265,13 +262,13 @@ class _Work:
             self.report.failed += 1
         self.progress(self.report.written + self.report.failed)
 
-    def _fault(self, reply: Answer | Failure) -> tuple[str, str]:
+    def _find_fault(self, reply: Answer | Failure) -> tuple[str, str]:
         """Return why an answer is not used, as kind and message; both empty if it is."""
         if isinstance(reply, Failure):
-            return "cannot be asked", reply.error
+            return "request failed", reply.error
         self.report.answers += 1
         if not reply.text.strip():
-            return "empty answer", "it is empty"
+            return "empty answer", "empty"
         if reply.finish == "length" and not self.keep_cut:
-            return "token limit", "it reached the token limit"
+            return "token limit", "token limit reached"
         return "", ""

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 from ..checkpoints.storage.gguf import gguf_folder, is_gguf
 from ..checkpoints.storage.messages import first_line, install_hint
 from ..checkpoints.storage.names import TOKENIZER_FILES, other_kind
-from ..checkpoints.storage.places import check_place, out_of_reach
+from ..checkpoints.storage.places import check_location, out_of_reach
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 _BYTES = 256
-_NO_TOKENIZER = "it has none: copy tokenizer.json and tokenizer_config.json of the model that it was made from into it"
+_NO_TOKENIZER = "the folder has no tokenizer: copy tokenizer.json and tokenizer_config.json of the original model"
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, special_tokens: Sequence[str]) -> PreTrainedTokenizerFast:
@@ -32,10 +32,10 @@ def train_bpe(texts: Iterable[str], vocab_size: int, special_tokens: Sequence[st
 
     specials = list(special_tokens)
     if not specials or len(set(specials)) != len(specials):
-        raise ValueError(f"special_tokens must be one or more different strings, found {specials}")
+        raise ValueError(f"special_tokens must be one or more distinct strings, got {specials}")
     if vocab_size < _BYTES + len(specials):
-        least = f"{_BYTES} bytes and {len(specials)} special tokens need {_BYTES + len(specials)}"
-        raise ValueError(f"vocab_size is {vocab_size}, but {least}")
+        least = _BYTES + len(specials)
+        raise ValueError(f"vocab_size must be at least {least} (bytes and special tokens), got {vocab_size}")
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -47,7 +47,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, special_tokens: Sequence[st
     )
     backend.train_from_iterator(texts, trainer=trainer)
     if backend.get_vocab_size() != vocab_size:
-        raise ValueError(f"the texts give {backend.get_vocab_size()} tokens, not {vocab_size}: use more of them")
+        raise ValueError(f"vocab_size is {vocab_size}, but the texts give {backend.get_vocab_size()}: use more texts")
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         bos_token=specials[0],
@@ -68,27 +68,27 @@ def load_tokenizer(source: str) -> Any:
     """
     path = gguf_folder(source) if is_gguf(source) else Path(source).expanduser()
     if path.is_file():
-        raise ValueError(f"{source} is a file; a tokenizer is loaded from the folder that holds its files")
-    where = f"the folder {source}" if path.is_dir() else f"{source} (no such folder here, so taken as a hub id)"
+        raise ValueError(f"{source} is a file: pass the folder of the tokenizer")
+    description = f"the folder {source}" if path.is_dir() else f"{source} (not a local folder, so loaded as a hub id)"
     name, _, revision = (str(path), "", "") if path.is_dir() else source.partition("@")
     if revision and Path(name).is_dir():
-        raise ValueError(f"{source}: {name} is a folder here, which has no revisions")
-    check_place(name)
+        raise ValueError(f"{source}: {name} is a local folder, which has no revisions")
+    check_location(name)
     from transformers import AutoTokenizer
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, revision=revision or None, trust_remote_code=False)
         if path.is_dir() and _lacks_files(path, tokenizer):
-            raise ValueError("transformers made an empty one of the configuration")
+            raise ValueError("transformers created an empty tokenizer from the configuration")
         return _with_its_own_merges(tokenizer, name, revision or None)
     except ImportError as error:
-        raise ValueError(f"{where}: the tokenizer needs a missing package: {error}; {install_hint('train')}") from error
+        raise ValueError(f"{description}: a required package is missing: {error}; {install_hint('train')}") from error
     except (OSError, ValueError, KeyError, TypeError) as error:
-        why = first_line(error) if path.is_dir() else out_of_reach() or first_line(error)
+        reason = first_line(error) if path.is_dir() else out_of_reach() or first_line(error)
         if path.is_dir() and _lacks_files(path):
             kind = other_kind(path)
-            why = f"it holds {kind}; name a language model" if kind else _NO_TOKENIZER
-        raise ValueError(f"no tokenizer could be loaded from {where}: {why}") from error
+            reason = f"it contains {kind}: pass a language model" if kind else _NO_TOKENIZER
+        raise ValueError(f"no tokenizer could be loaded from {description}: {reason}") from error
 
 
 def _lacks_files(folder: Path, tokenizer: Any = None) -> bool:
@@ -135,7 +135,7 @@ def _scored_merges(model_file: str, vocabulary: dict[str, int]) -> list[tuple[st
     from sentencepiece import SentencePieceProcessor
 
     model = SentencePieceProcessor(model_file=model_file)
-    found: list[tuple[float, int, str, str]] = []
+    merges: list[tuple[float, int, str, str]] = []
     for number in range(model.get_piece_size()):
         piece, score = model.id_to_piece(number), model.get_score(number)
         if model.is_control(number) or model.is_unknown(number) or model.is_byte(number):
@@ -143,6 +143,6 @@ def _scored_merges(model_file: str, vocabulary: dict[str, int]) -> list[tuple[st
         for cut in range(1, len(piece)):
             left, right = piece[:cut], piece[cut:]
             if left in vocabulary and right in vocabulary:
-                found.append((-score, -len(piece), left, right))
-    found.sort(key=lambda pair: pair[:2])
-    return [pair[2:] for pair in found]
+                merges.append((-score, -len(piece), left, right))
+    merges.sort(key=lambda pair: pair[:2])
+    return [pair[2:] for pair in merges]

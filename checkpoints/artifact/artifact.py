@@ -79,10 +79,7 @@ def load_manifest(directory: Path, kind: str | None = None) -> Manifest:
     if kind is not None and manifest.kind != kind:
         raise ValueError(f"{directory} holds an artifact of kind {manifest.kind!r}, expected {kind!r}")
     if kind is not None and manifest.export is not None and not manifest.export["native"]:
-        raise ValueError(
-            f"{directory} is an export in the format {manifest.export['format']}, which other programs read: "
-            f"name the {kind} artifact that it was made from"
-        )
+        raise ValueError(f"{directory} is an export ({manifest.export['format']}): pass its {kind} artifact")
     return manifest
 
 
@@ -104,7 +101,7 @@ def verify_artifact(directory: Path, kind: str | None = None) -> Manifest:
     """Check all files with `file_faults` and return the manifest. Raises ValueError on faults, as `load_manifest`."""
     manifest = load_manifest(directory, kind)
     if faults := file_faults(directory, manifest):
-        more = [f"and {len(faults) - _FAULTS_SHOWN} faults more"] if len(faults) > _FAULTS_SHOWN else []
+        more = [f"and {len(faults) - _FAULTS_SHOWN} more faults"] if len(faults) > _FAULTS_SHOWN else []
         raise ValueError("; ".join(faults[:_FAULTS_SHOWN] + more))
     return manifest
 
@@ -135,41 +132,41 @@ def _content_fault(path: Path, entry: dict[str, Any]) -> str | None:
     try:
         size = path.stat().st_size
         if size != entry["bytes"]:
-            return f"has {size} bytes, its {MANIFEST_FILE} says {entry['bytes']}"
+            return f"has {size} bytes, but {MANIFEST_FILE} lists {entry['bytes']}"
         digest = file_hash(path)
     except OSError as error:
         return f"cannot be read: {error.strerror}"
-    return None if digest == entry["sha256"] else f"has the hash {digest}, its {MANIFEST_FILE} says {entry['sha256']}"
+    return None if digest == entry["sha256"] else f"has SHA-256 {digest}, but {MANIFEST_FILE} lists {entry['sha256']}"
 
 
-def check_target(manifest: Manifest, *, vocab_size: int, tokenizer_fingerprint: str | None, what: str) -> None:
+def check_target(manifest: Manifest, *, vocab_size: int, tokenizer_fingerprint: str | None, name: str) -> None:
     """Raise ValueError if an artifact's vocabulary size or tokenizer is not the target's.
 
     Args:
         manifest: Manifest of the artifact.
         vocab_size: Vocabulary size of the target.
         tokenizer_fingerprint: Fingerprint of the target's tokenizer, if known.
-        what: Name of the artifact in the message.
+        name: Name of the artifact in the message.
     """
     if manifest.vocab_size != vocab_size:
-        raise ValueError(f"{what} has a vocabulary of {manifest.vocab_size} tokens, the target of {vocab_size}")
-    mine, theirs = manifest.tokenizer_fingerprint, tokenizer_fingerprint
-    if mine is not None and theirs is not None and mine != theirs:
-        raise ValueError(f"{what} was made with another tokenizer than the target's: {mine[:16]}… and {theirs[:16]}…")
+        raise ValueError(f"{name} has a vocabulary of {manifest.vocab_size} tokens, but the target has {vocab_size}")
+    stored, expected = manifest.tokenizer_fingerprint, tokenizer_fingerprint
+    if stored is not None and expected is not None and stored != expected:
+        raise ValueError(f"{name} has another tokenizer than the target: {stored[:16]}…, expected {expected[:16]}…")
 
 
 def check_new(out: Path) -> None:
     """Raise ValueError if `out` is not empty or cannot be written."""
     check_writable(out, folder=True)
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise ValueError(f"{out} exists already and is not empty: choose another --out")
+        raise ValueError(f"{out} already exists and is not empty: choose another --out")
 
 
 def check_replaceable(out: Path) -> None:
     """Raise ValueError if `out` holds other files than an artifact, or cannot be written."""
     check_writable(out, folder=True)
     if out.is_dir() and not (out / MANIFEST_FILE).is_file() and any(out.iterdir()):
-        raise ValueError(f"{out} holds other files and no artifact; it is not written over")
+        raise ValueError(f"{out} contains files that are not an artifact and is not overwritten: choose another folder")
 
 
 def _hash_all(directory: Path) -> dict[str, dict[str, Any]]:

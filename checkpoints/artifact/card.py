@@ -79,8 +79,8 @@ def model_card(manifest: Manifest, name: str, evidence: Evidence | None = None) 
 def base_model(manifest: Manifest) -> str | None:
     """Return the hub id of the model that an artifact was derived from or trained for, unless it is a local folder."""
     source = (manifest.recipe.get("model") or {}).get("source") if manifest.kind == "drafter" else None
-    for found in (source, (manifest.target or {}).get("id")):
-        name = found.partition("@")[0] if isinstance(found, str) and not Path(found).exists() else ""
+    for source_name in (source, (manifest.target or {}).get("id")):
+        name = source_name.partition("@")[0] if isinstance(source_name, str) and not Path(source_name).exists() else ""
         if _HUB_NAME.fullmatch(name):
             return name
     return None
@@ -88,7 +88,7 @@ def base_model(manifest: Manifest) -> str | None:
 
 def data_sources(manifest: Manifest) -> list[dict[str, Any]]:
     """Return the corpora of an artifact: `source`, `hub` (id or corpus; None for files), `files`, `rows`, `kept`."""
-    identity, found = manifest.data.get("source") or {}, []
+    identity, corpora = manifest.data.get("source") or {}, []
     options, counts = identity.get("options") or {}, (manifest.data.get("corpus") or {}).get("sources") or []
     hashes = identity.get("sources") or []
     for i, one in enumerate(options.get("mixture") or [options]):
@@ -99,8 +99,8 @@ def data_sources(manifest: Manifest) -> list[dict[str, Any]]:
             "hub": None if is_local else source,
         }
         about |= {"files": files.get("files") or {}, "rows": count.get("rows"), "kept": count.get("kept")}
-        found.append(about)
-    return found if identity else []
+        corpora.append(about)
+    return corpora if identity else []
 
 
 def _target(known: Mapping[str, Any]) -> str:

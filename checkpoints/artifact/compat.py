@@ -33,12 +33,12 @@ def _rotary(model_type: Any, rope: dict[str, Any]) -> dict[str, Any]:
     theta, part = rope["rope_theta"], rope.get("partial_rotary_factor")
     if model_type == "gpt_neox":
         return {"rotary_emb_base": theta} | ({} if part is None else {"rotary_pct": part})
-    found = {"rope_theta": theta} | ({} if part is None else {"partial_rotary_factor": part})
+    settings = {"rope_theta": theta} | ({} if part is None else {"partial_rotary_factor": part})
     if rope.get("rope_type", "default") != "default":
-        found["rope_scaling"] = {
+        settings["rope_scaling"] = {
             key: value for key, value in rope.items() if key not in ("rope_theta", "partial_rotary_factor")
         }
-    return found
+    return settings
 
 
 def save_tokenizer(tokenizer: Any, folder: Path) -> None:

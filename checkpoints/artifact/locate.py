@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ..storage.gguf import gguf_folder, is_gguf
 from ..storage.names import ADAPTER_FILE, CONFIG_FILE, DRAFT_VOCABULARY, HEADS_FILE, MANIFEST_FILE, TABLE_FILE
-from ..storage.places import check_place, find_local, hub_place, is_path, out_of_reach, split_revision
+from ..storage.places import check_location, find_local, is_path, out_of_reach, parse_hub_id, split_revision
 from ..storage.redaction import REDACTED, redacted
 from .artifact import load_manifest, verify_artifact
 
@@ -25,7 +25,7 @@ _PLAIN_FILES = {"heads": (HEADS_FILE, CONFIG_FILE), "table": (TABLE_FILE,), "Non
 """Files to download from repositories without an artifact, by kind ("None": a model or saved method). No pickles."""
 
 
-def resolve(place: str | Path, kind: str | None = None, revision: str | None = None) -> Path:
+def resolve(location: str | Path, kind: str | None = None, revision: str | None = None) -> Path:
     """Return the folder of an artifact or of a published model, heads or table.
 
     A local folder is returned as it is. An artifact on the hub (`user/name[@revision]`) is downloaded and verified.
@@ -34,12 +34,12 @@ def resolve(place: str | Path, kind: str | None = None, revision: str | None = N
     Raises ValueError: there is no such folder, repository or revision, access is denied, the hub cannot be reached, a
     folder is combined with `revision`, or the artifact is damaged or of another kind.
     """
-    folder = find_local(place)
+    folder = find_local(location)
     if folder is not None:
         if revision is not None:
-            raise ValueError(f"{place} is here, where it has no revisions: leave out {revision!r}")
+            raise ValueError(f"{location} is a local folder, which has no revisions: remove {revision!r}")
         return folder
-    repo, named = hub_place(str(place) if revision is None else f"{place}@{revision}")
+    repo, named = parse_hub_id(str(location) if revision is None else f"{location}@{revision}")
     folder = fetch(repo, [MANIFEST_FILE], named)
     if not (folder / MANIFEST_FILE).is_file():
         return fetch(repo, _PLAIN_FILES.get(str(kind), _MODEL_FILES), named)
@@ -47,7 +47,7 @@ def resolve(place: str | Path, kind: str | None = None, revision: str | None = N
 
 
 @cache
-def model_source(place: str, *, weights: bool = True) -> str:
+def model_source(location: str, *, weights: bool = True) -> str:
     """Return the path or hub id that transformers loads a model from; cached per process.
 
     GGUF files are converted. `user/name@revision` and artifacts on the hub are downloaded, without `weights` only their
@@ -55,33 +55,33 @@ def model_source(place: str, *, weights: bool = True) -> str:
 
     Raises ValueError: `resolve` raises it, or there is nothing at a path.
     """
-    if split_revision(place)[1] is not None:
-        return str(resolve(place) if weights else find_folder(place, SETTINGS_FILES))
-    if is_gguf(place):
-        return str(gguf_folder(place))
-    check_place(place)
-    if find_local(place) is not None or "/" not in place or is_path(place):
-        return place
+    if split_revision(location)[1] is not None:
+        return str(resolve(location) if weights else find_folder(location, SETTINGS_FILES))
+    if is_gguf(location):
+        return str(gguf_folder(location))
+    check_location(location)
+    if find_local(location) is not None or "/" not in location or is_path(location):
+        return location
     try:
-        folder = fetch(place, [MANIFEST_FILE])
+        folder = fetch(location, [MANIFEST_FILE])
     except ValueError:
-        return place  # left to transformers, which reports its own errors
-    return str(fetch_artifact(place, folder)) if (folder / MANIFEST_FILE).is_file() else place
+        return location  # left to transformers, which reports its own errors
+    return str(fetch_artifact(location, folder)) if (folder / MANIFEST_FILE).is_file() else location
 
 
-def fetch_model(place: str) -> Path:
+def fetch_model(location: str) -> Path:
     """Download a model's configuration, safetensors weights and tokenizer; return their folder."""
-    return find_folder(place, _MODEL_FILES)
+    return find_folder(location, _MODEL_FILES)
 
 
 def find_folder(source: str, files: Sequence[str]) -> Path:
     """Return the folder itself, or that of the downloaded files of a hub id. Raises ValueError if there is none."""
     folder = find_local(source)
     if folder is None:
-        repo, revision = hub_place(source)
+        repo, revision = parse_hub_id(source)
         return fetch(repo, files, revision)
     if not folder.is_dir():
-        raise ValueError(f"{source} is a file: a model is a folder")
+        raise ValueError(f"{source} is a file, expected the folder of a model")
     return folder
 
 
@@ -90,7 +90,7 @@ def fetch(repo: str, patterns: Sequence[str], revision: str | None = None) -> Pa
     from huggingface_hub import snapshot_download
 
     named = repo if revision is None else f"{repo} at {revision}"
-    with hub_errors(f"there is no folder {repo}, and {named} on the hub", repo):
+    with hub_errors(f"folder {repo} does not exist, and {named} on the hub", repo):
         return Path(snapshot_download(repo, revision=revision, allow_patterns=list(patterns)))
 
 
@@ -106,15 +106,15 @@ def fetch_artifact(repo: str, folder: Path, kind: str | None = None) -> Path:
         verify_artifact(folder, kind)
     except ValueError as error:
         raise ValueError(
-            f"what the hub's cache holds of {repo} is not what was published: {error}; delete {folder.parents[1]} to "
-            "fetch it again"
+            f"the cached copy of {repo} differs from the published artifact: {error}; delete {folder.parents[1]} to "
+            "download it again"
         ) from error
     return folder
 
 
 @contextmanager
-def hub_errors(what: str, repo: str) -> Iterator[None]:
-    """Convert the hub client's errors to ValueErrors that start with `what`, without tokens; re-raise file errors."""
+def hub_errors(prefix: str, repo: str) -> Iterator[None]:
+    """Convert the hub client's errors to ValueErrors that start with `prefix`, without tokens; re-raise file errors."""
     from huggingface_hub import get_token
     from huggingface_hub.errors import HfHubHTTPError, HTTPError
 
@@ -125,30 +125,30 @@ def hub_errors(what: str, repo: str) -> Iterator[None]:
             raise
         cause = error.__cause__  # the hub's response, which the client may wrap
         answer = cause if isinstance(cause, HfHubHTTPError) and not isinstance(error, OSError) else error
-        text = f"{what} {_reason(answer, repo)}"
+        text = f"{prefix} {_explain_hub_error(answer, repo)}"
         raise ValueError(redacted(text.replace(get_token() or REDACTED, REDACTED))) from error
 
 
-def _reason(error: BaseException, repo: str) -> str:
+def _explain_hub_error(error: BaseException, repo: str) -> str:
     from huggingface_hub import constants, errors
 
     login = "log in with `hf auth login`"
     known: dict[type[Exception], str] = {
         errors.GatedRepoError: f"is gated: ask for access at {constants.ENDPOINT}/{repo}, then {login}",
         errors.RevisionNotFoundError: "has no such branch, tag or commit",
-        errors.RepositoryNotFoundError: f"is not there, or not for this account: check its name, or {login}",
-        errors.OfflineModeIsEnabled: f"is needed, and {out_of_reach()}",
+        errors.RepositoryNotFoundError: f"does not exist, or this account has no access: check the name, or {login}",
+        errors.OfflineModeIsEnabled: f"is required, but {out_of_reach()}",
     }
-    for kind, words in known.items():
+    for kind, reason in known.items():
         if isinstance(error, kind):
-            return words
+            return reason
     if isinstance(error, errors.LocalEntryNotFoundError):
         away = out_of_reach() or f"it cannot be reached: {_line(error.__cause__ or error)}"
-        return f"is not, or not whole, in its cache on this machine, and {away}"
+        return f"is missing or incomplete in the local cache, and {away}"
     if not isinstance(error, errors.HfHubHTTPError) or error.response is None:
-        return f"could not be had: {_line(error)}"
+        return f"could not be downloaded: {_line(error)}"
     message = f" ({error.server_message})" if error.server_message else ""
-    return f"could not be had: the hub answers with {error.response.status_code}{message}"
+    return f"could not be downloaded: the hub returned {error.response.status_code}{message}"
 
 
 def _line(error: BaseException) -> str:

@@ -87,11 +87,11 @@ class Manifest:
 
 
 def _check_types(values: dict[str, Any]) -> None:
-    wanted: dict[str, Any] = {"kind": str, "vocab_size": int}
-    wanted |= dict.fromkeys(("shapes", "recipe", "data", "training", "versions", "files"), dict)
-    wanted |= dict.fromkeys(("target", "evaluation", "export"), dict | None)
-    wanted |= dict.fromkeys(("tokenizer_fingerprint", "created", "command"), str | None)
-    for name, kind in wanted.items():
+    types: dict[str, Any] = {"kind": str, "vocab_size": int}
+    types |= dict.fromkeys(("shapes", "recipe", "data", "training", "versions", "files"), dict)
+    types |= dict.fromkeys(("target", "evaluation", "export"), dict | None)
+    types |= dict.fromkeys(("tokenizer_fingerprint", "created", "command"), str | None)
+    for name, kind in types.items():
         if not isinstance(values[name], kind):
             raise ValueError(f"{name} is {brief(values[name])}, expected {getattr(kind, '__name__', kind)}")
     if values["kind"] not in KINDS:
@@ -99,7 +99,7 @@ def _check_types(values: dict[str, Any]) -> None:
     for name, entry in values["files"].items():
         is_entry = isinstance(entry, dict) and set(entry) == {"sha256", "bytes"}
         if not is_entry or name_fault(name) or name == MANIFEST_FILE:
-            raise ValueError(f"files names {brief(name)}, expected a path in the folder with sha256 and bytes")
+            raise ValueError(f"files lists {brief(name)}, expected a relative path with sha256 and bytes")
 
 
 def to_json_safe(value: Any) -> Any:
@@ -125,15 +125,15 @@ def _plain(value: Any) -> Any:
         return value
     if isinstance(value, float):
         return value if math.isfinite(value) else None
-    raise ValueError(f"a {type(value).__name__} cannot be kept in {MANIFEST_FILE}: {value!r}")
+    raise ValueError(f"a {type(value).__name__} cannot be stored in {MANIFEST_FILE}: {value!r}")
 
 
 def library_versions() -> dict[str, str | None]:
     """Return the versions of Python and the libraries; None for those that are not installed."""
-    found: dict[str, str | None] = {"python": platform.python_version()}
+    versions: dict[str, str | None] = {"python": platform.python_version()}
     for name in _LIBRARIES:
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:
-            found[name] = None
-    return found
+            versions[name] = None
+    return versions

@@ -19,15 +19,15 @@ _PATH = re.compile(r"(?<![\w:/.\\~-])(?:~|[A-Za-z]:)?(?:[/\\][^\s/\\'\"<>|,;=:]+
 
 def environment(folder: Path) -> jinja2.Environment:
     """Return the templates in a folder, with this module's functions as filters."""
-    made = jinja2.Environment(
+    templates = jinja2.Environment(
         loader=jinja2.FileSystemLoader(folder),
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    made.filters |= {each.__name__: each for each in (text, public, line, span, python, shell, number)}
-    return made
+    templates.filters |= {each.__name__: each for each in (text, public, line, span, python, shell, number)}
+    return templates
 
 
 def text(value: Any) -> str:
@@ -37,7 +37,7 @@ def text(value: Any) -> str:
 
 def public(value: str) -> str:
     """Return a text without local folders: `/home/me/runs/a.json` becomes `a.json`."""
-    return _PATH.sub(lambda found: re.split(r"[/\\]", found[0].rstrip("/\\"))[-1], value)
+    return _PATH.sub(lambda match: re.split(r"[/\\]", match[0].rstrip("/\\"))[-1], value)
 
 
 def line(value: Any) -> str:

@@ -64,7 +64,7 @@ def resolve_model(source: str, path: str | None = None) -> ModelRef:
     entries = load_manifest(folder).files if (folder / MANIFEST_FILE).is_file() else {}
     for name, digest in files.items():
         if name in entries and (expected := entries[name]["sha256"]) != digest:
-            raise ValueError(f"{paths[name]} has the hash {digest}, its {MANIFEST_FILE} says {expected}")
+            raise ValueError(f"{paths[name]} has SHA-256 {digest}, but {MANIFEST_FILE} lists {expected}")
     whole = hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
     return ModelRef(source, path, revision, whole, files)
 
@@ -99,16 +99,16 @@ def is_unchanged(record: dict[str, Any]) -> bool:
 def _deciding_files(folder: Path) -> dict[str, Path]:
     if (folder / MANIFEST_FILE).is_file():
         names = [name for name in load_manifest(folder).files if name not in _DESCRIPTIONS]
-        found = {name: folder / name for name in sorted(names)}
+        files = {name: folder / name for name in sorted(names)}
     else:
         settings = [folder / name for name in _SETTINGS] + sorted(folder.glob("*.index.json"))
-        found = {path.name: path for path in (*settings, *_weights(folder)) if path.is_file()}
-    if ADAPTER_CONFIG in found and CONFIG_FILE not in found:
+        files = {path.name: path for path in (*settings, *_weights(folder)) if path.is_file()}
+    if ADAPTER_CONFIG in files and CONFIG_FILE not in files:
         base = adapter_base(read_json(folder / ADAPTER_CONFIG))
         path = None if base is None else find_local(model_source(base)) or fetch_model(base)
         if path is not None and path.resolve() != folder.resolve():
-            found |= {f"base/{name}": each for name, each in _deciding_files(path).items()}
-    return found
+            files |= {f"base/{name}": each for name, each in _deciding_files(path).items()}
+    return files
 
 
 def _weights(folder: Path) -> list[Path]:
@@ -130,11 +130,11 @@ def weight_files(directory: Path) -> list[Path]:
         shards = sorted(set(shards_of(index).values()))
         for shard in shards:
             if not (directory / shard).is_file():
-                raise ValueError(f"{index} names {shard!r}, which is not beside it")
+                raise ValueError(f"{index} lists {shard!r}, which is missing from the folder")
         return [directory / shard for shard in shards]
     if files := sorted(directory.glob("model*.safetensors")):
         return files
-    raise ValueError(f"there are no safetensors weights at {directory}: it has no model*.safetensors")
+    raise ValueError(f"{directory} contains no safetensors weights (model*.safetensors)")
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:

@@ -23,7 +23,7 @@ from ..storage.atomic import check_writable
 from ..storage.messages import did_you_mean
 from ..storage.names import MANIFEST_FILE
 from ..storage.places import split_revision
-from ..verify.model_files import quietly
+from ..verify.model_files import silence_transformers
 
 SERVING_FILE = "SERVING.md"
 _INHERITED = (
@@ -52,7 +52,7 @@ class ExportOptions:
     llama_cpp: Path | None = None
     """Checkout of llama.cpp, for its converter."""
 
-    def given(self) -> list[str]:
+    def changed_options(self) -> list[str]:
         """Return the names of the options that differ from their defaults."""
         return [field.name for field in fields(self) if getattr(self, field.name) != field.default]
 
@@ -95,11 +95,11 @@ def target_name(source: Source, options: ExportOptions) -> str | None:
     return f"{known['id']}{at}" if known.get("id") else None
 
 
-def needed_target(source: Source, options: ExportOptions, why: str) -> str:
-    """Return the target's name. Raises ValueError, with the reason `why`, if neither user nor manifest names it."""
+def needed_target(source: Source, options: ExportOptions, reason: str) -> str:
+    """Return the target's name. Raises ValueError, with the reason `reason`, if neither user nor manifest names it."""
     name = target_name(source, options)
     if name is None:
-        raise ValueError(f"{source.folder} does not name its target, and {why}: say which it is with --target")
+        raise ValueError(f"{source.folder} does not name its target, but {reason}: pass --target")
     return name
 
 
@@ -122,7 +122,7 @@ def export_artifact(
     findings: list[str] = []
 
     def write(folder: Path) -> None:
-        with quietly():
+        with silence_transformers():
             chosen.write(source, folder, options)
             findings.extend(chosen.compare(source, folder, options))
         if load_manifest(artifact).files != known.files:
@@ -140,29 +140,29 @@ def export_artifact(
     return findings
 
 
-def check_same_tensors(found: dict[str, Tensor], expected: dict[str, Tensor], folder: Path) -> None:
+def check_same_tensors(tensors: dict[str, Tensor], expected: dict[str, Tensor], folder: Path) -> None:
     """Raise ValueError if tensors read from a folder differ from the artifact's in names, dtypes or values."""
-    if names := sorted(set(found) ^ set(expected)):
-        raise ValueError(f"the tensors read back from {folder} are not those of the artifact: {', '.join(names[:3])}")
+    if names := sorted(set(tensors) ^ set(expected)):
+        raise ValueError(f"the tensors in {folder} are not those of the artifact: {', '.join(names[:3])}")
     for name, tensor in expected.items():
-        if found[name].dtype != tensor.dtype or not torch.equal(found[name], tensor):
-            raise ValueError(f"{name}, read back from {folder}, differs from the artifact's")
+        if tensors[name].dtype != tensor.dtype or not torch.equal(tensors[name], tensor):
+            raise ValueError(f"tensor {name} in {folder} differs from the artifact's")
 
 
 def _check_request(source: Source, chosen: Format, options: ExportOptions, formats: Mapping[str, Format]) -> None:
     if source.manifest.export is not None:
         form = source.manifest.export["format"]
-        raise ValueError(f"{source.folder} is an export itself ({form}): export its artifact")
+        raise ValueError(f"{source.folder} is already an export ({form}): pass the artifact that it was made from")
     kind = source.manifest.kind
     if kind != chosen.kind:
         fitting = sorted(name for name, other in formats.items() if other.kind == kind)
         raise ValueError(
-            f"{chosen.name} is a format for kind {chosen.kind!r}, and {source.folder} is of kind {kind!r}; "
-            f"for that there are: {', '.join(fitting) or 'none'}"
+            f"format {chosen.name} takes artifacts of kind {chosen.kind!r}, but {source.folder} is of kind {kind!r}; "
+            f"formats for {kind!r}: {', '.join(fitting) or 'none'}"
         )
-    if unused := [name for name in options.given() if name not in chosen.options]:
+    if unused := [name for name in options.changed_options() if name not in chosen.options]:
         takes = ", ".join(map(option_name, chosen.options)) or "none"
-        raise ValueError(f"{chosen.name} has no option {', '.join(map(option_name, unused))}; its options: {takes}")
+        raise ValueError(f"format {chosen.name} has no option {', '.join(map(option_name, unused))}, only {takes}")
 
 
 def _check_out(out: Path, source: Source, chosen: Format) -> None:
@@ -170,12 +170,16 @@ def _check_out(out: Path, source: Source, chosen: Format) -> None:
     check_writable(out, folder=True)
     artifact = source.folder.resolve()
     if artifact in (out.resolve(), *out.resolve().parents):
-        raise ValueError(f"{out} is the artifact itself, or lies in it: choose another folder for its export")
+        raise ValueError(f"{out} is the artifact itself or a folder in it: choose another folder for the export")
     if (out / MANIFEST_FILE).is_file():
-        found = load_manifest(out)
-        held = f"an export in the form {found.export['format']}" if found.export else f"an artifact, {found.kind}"
-        if found.export is None or found.export["format"] != chosen.name or found.kind != chosen.kind:
-            raise ValueError(f"{out} holds {held}, which is not written over: choose another folder for {chosen.name}")
+        manifest = load_manifest(out)
+        content = (
+            f"an export in the format {manifest.export['format']}"
+            if manifest.export
+            else f"an artifact of kind {manifest.kind}"
+        )
+        if manifest.export is None or manifest.export["format"] != chosen.name or manifest.kind != chosen.kind:
+            raise ValueError(f"{out} contains {content}, which is not overwritten: choose another folder")
 
 
 def _serving_text(
@@ -188,10 +192,10 @@ def _serving_text(
     values |= {"tokens": options.speculative_tokens or SPECULATIVE_TOKENS}
     values |= {"proposed": source.manifest.shapes.get("proposed_tokens"), "vocab": source.manifest.vocab_size}
     templates = environment(Path(__file__).with_name("serving"))
-    templates.filters["in_json"] = _in_json
+    templates.filters["in_json"] = _escape_json
     return templates.get_template(f"{chosen.name}.md.j2").render(values | chosen.values(source, folder, options))
 
 
-def _in_json(value: str) -> str:
+def _escape_json(value: str) -> str:
     """Escape a value for a JSON string within single quotes of a shell."""
     return json.dumps(value)[1:-1].replace("'", "\\u0027")

@@ -50,24 +50,24 @@ def load_drafter(folder: Path, *, merged: bool = True) -> Any:
 def load_merged(source: Source) -> Any:
     """Load an artifact's model as exported: with an adapter merged and a padded output layer."""
     model = load_drafter(source.folder)
-    if (ids_R := proposed_tokens(source)) is not None:
+    if (ids_R := draft_tokens_of(source)) is not None:
         _pad(model, ids_R)
     return model
 
 
-def proposed_tokens(source: Source) -> Tensor | None:
+def draft_tokens_of(source: Source) -> Tensor | None:
     """Return the ids of an artifact's draft vocabulary, int64 [R]; None for all tokens."""
     return read_vocabulary(source.folder, source.manifest.vocab_size)
 
 
 def _pad(model: Any, ids_R: Tensor) -> None:
     """Untie a model's output layer, and fill untrained rows so that they are never the most probable."""
-    head, kept = model.get_output_embeddings(), ids_R.tolist()
+    head, used = model.get_output_embeddings(), ids_R.tolist()
     rows: list[int | None] = [None] * len(head.weight)
-    for number in kept:
+    for number in used:
         rows[number] = number
     for name, values in list(head.named_parameters()):
-        setattr(head, name, nn.Parameter(arrange_rows(values.detach(), rows, kept)))
+        setattr(head, name, nn.Parameter(arrange_rows(values.detach(), rows, used)))
     model.config.tie_word_embeddings = False
 
 
@@ -76,7 +76,7 @@ def drafter_config(source: Source) -> Any:
     return load_config(base_of(source.folder) if is_adapter(source.folder) else source.folder)
 
 
-def stored_types(folder: Path) -> set[str]:
+def stored_dtypes(folder: Path) -> set[str]:
     """Return the dtypes of a model's tensors by their names in safetensors, such as F32."""
     types = set[str]()
     for path in set(folder.glob("*.safetensors")) - {folder / DRAFT_VOCABULARY}:
@@ -91,11 +91,9 @@ def write_whole(source: Source, folder: Path) -> None:
     """
     for name in source.manifest.files:
         if Path(name).suffix == ".py":
-            raise ValueError(f"{source.folder / name} is code of the model's own, which is not exported")
+            raise ValueError(f"{source.folder / name} is custom code of the model, which cannot be exported")
         if Path(name).suffix in _OTHER_WEIGHTS:
-            raise ValueError(
-                f"{source.folder / name}: weights lie beside the safetensors, of which one set is exported"
-            )
+            raise ValueError(f"{source.folder / name} holds weights besides the safetensors files: remove it")
     names = [name for name in source.manifest.files if name not in _OURS]
     if is_adapter(source.folder):
         load_drafter(source.folder).save_pretrained(folder)
@@ -103,7 +101,7 @@ def write_whole(source: Source, folder: Path) -> None:
     for name in names:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source.folder / name, folder / name)
-    if proposed_tokens(source) is not None:
+    if draft_tokens_of(source) is not None:
         for path in folder.glob("model*.safetensors*"):
             path.unlink()
         save_file(load_merged(source).state_dict(), folder / "model.safetensors", {"format": "pt"})
@@ -124,36 +122,36 @@ def random_logits(model: Any) -> Tensor:
 
 def compare_whole(source: Source, folder: Path) -> list[str]:
     """Compare tensors, logits and tokenizer of the written model with the artifact's, merged if it is an adapter."""
-    made, expected = load_drafter(folder), load_merged(source).state_dict()
-    check_same_tensors(made.state_dict(), expected, folder)
+    written, expected = load_drafter(folder), load_merged(source).state_dict()
+    check_same_tensors(written.state_dict(), expected, folder)
     merged = ", with the adapter merged" if is_adapter(source.folder) else ""
     return [
-        f"all {len(expected)} tensors, bit by bit{merged}",
-        *_compare_logits(source, made, folder),
+        f"all {len(expected)} tensors are identical{merged}",
+        *_compare_logits(source, written, folder),
         *compare_tokenizers(source.folder, folder),
     ]
 
 
-def _compare_logits(source: Source, made: Any, folder: Path) -> Iterator[str]:
+def _compare_logits(source: Source, written: Any, folder: Path) -> Iterator[str]:
     """Yield a line for each equality of logits. Raises ValueError if they differ by more than rounding.
 
     A padded model must never have a most probable token outside the draft vocabulary.
     """
-    mine = load_drafter(source.folder, merged=False)
-    mine_BTV, made_BTV = random_logits(mine), random_logits(made)
-    tokens = f"logits of {mine_BTV.shape[0] * mine_BTV.shape[1]} random tokens"
-    if (ids_R := proposed_tokens(source)) is not None:
-        if not torch.isin(made_BTV.argmax(-1), ids_R).all():
-            raise ValueError(f"{folder} proposes other tokens than the {len(ids_R)} of the artifact")
-        yield f"the likeliest of {tokens}: one of the {len(ids_R):,} that the drafter proposes"
-        mine_BTV, made_BTV, tokens = mine_BTV[..., ids_R], made_BTV[..., ids_R], f"{tokens}, of what it proposes"
-    if torch.equal(mine_BTV, made_BTV):
-        yield f"{tokens}, bit by bit"
+    original = load_drafter(source.folder, merged=False)
+    original_BTV, written_BTV = random_logits(original), random_logits(written)
+    tokens = f"logits of {original_BTV.shape[0] * original_BTV.shape[1]} random tokens"
+    if (ids_R := draft_tokens_of(source)) is not None:
+        if not torch.isin(written_BTV.argmax(-1), ids_R).all():
+            raise ValueError(f"{folder} drafts tokens outside the {len(ids_R)} of the artifact's draft vocabulary")
+        yield f"the most probable token of {tokens} is always in the draft vocabulary of {len(ids_R):,} tokens"
+        original_BTV, written_BTV = original_BTV[..., ids_R], written_BTV[..., ids_R]
+    if torch.equal(original_BTV, written_BTV):
+        yield f"{tokens} are identical"
         return
-    difference = ((mine_BTV - made_BTV).abs().max() / mine_BTV.abs().max()).item()
-    if type(mine) is type(made) or not difference <= _TOLERANCE[made.dtype]:
-        raise ValueError(f"logits of {folder} differ from the artifact's by {difference:.1e} of the largest")
-    yield f"{tokens} with those of the model with the adapter beside it, to within {difference:.1e} of the largest"
+    difference = ((original_BTV - written_BTV).abs().max() / original_BTV.abs().max()).item()
+    if type(original) is type(written) or not difference <= _TOLERANCE[written.dtype]:
+        raise ValueError(f"logits of {folder} differ from the artifact's by {difference:.1e} relative to the largest")
+    yield f"{tokens} equal those with the adapter unmerged, to within {difference:.1e} of the largest"
 
 
 def _write_assistant(source: Source, folder: Path, options: ExportOptions) -> None:
@@ -168,10 +166,10 @@ def _compare_assistant(source: Source, folder: Path, options: ExportOptions) -> 
     lines = compare_whole(source, folder)
     settings = GenerationConfig.from_pretrained(folder)
     expected = speculation(options.speculative_tokens or SPECULATIVE_TOKENS)
-    found = {name: getattr(settings, name) for name in expected}
-    if found != expected:
-        raise ValueError(f"{folder / 'generation_config.json'} says {found}")
-    lines.append("generation_config.json: " + ", ".join(f"{name} {value}" for name, value in found.items()))
+    stored = {name: getattr(settings, name) for name in expected}
+    if stored != expected:
+        raise ValueError(f"{folder / 'generation_config.json'} has {stored}, expected {expected}")
+    lines.append("generation_config.json: " + ", ".join(f"{name} {value}" for name, value in stored.items()))
     return lines
 
 
@@ -199,36 +197,34 @@ DTYPES = ("F32", "F16", "BF16")
 def _write_draft_model(source: Source, folder: Path, options: ExportOptions) -> None:
     write_whole(source, folder)
     if problems := _problems(folder):
-        raise ValueError(f"{source.folder} is no draft model for vLLM and SGLang: {'; '.join(problems)}")
+        raise ValueError(f"{source.folder} cannot serve as a draft model in vLLM and SGLang: {'; '.join(problems)}")
     (folder / DRAFT_VOCABULARY).unlink(missing_ok=True)  # vLLM loads all safetensors files as weights
 
 
 def _problems(folder: Path) -> list[str]:
     """Return why the engines would refuse the drafter."""
-    config, found = load_config(folder), []
+    config, problems = load_config(folder), []
     named = config.architectures
     architecture = named[0] if isinstance(named, list) and named else "not given"
     if architecture not in ARCHITECTURES:
-        found.append(f"its architecture is {architecture}, and those that both have are {', '.join(ARCHITECTURES)}")
+        problems.append(f"its architecture is {architecture}, expected one of {', '.join(ARCHITECTURES)}")
     if getattr(config, "auto_map", None):
-        found.append("its config asks for code of its own (auto_map)")
-    dtypes = stored_types(folder)
+        problems.append("its config requires custom code (auto_map)")
+    dtypes = stored_dtypes(folder)
     if len(dtypes) != 1 or not dtypes <= set(DTYPES):
-        found.append(
-            f"its tensors are of {' and '.join(sorted(dtypes))}, expected one type of {', '.join(sorted(DTYPES))}"
-        )
+        problems.append(f"its dtypes are {' and '.join(sorted(dtypes))}, expected one of {', '.join(sorted(DTYPES))}")
     if architecture.startswith("Gemma") and (folder / DRAFT_VOCABULARY).is_file():
-        found.append("its embedding is its output layer to them: what it does not propose cannot be kept out of that")
+        problems.append("the engines tie its output layer to its embeddings, so it cannot have a draft vocabulary")
     if not has_tokenizer(folder):
-        found.append("it has no tokenizer, and SGLang compares it with the target's")
-    return found
+        problems.append("it has no tokenizer, which SGLang compares with the target's")
+    return problems
 
 
 def _compare_draft_model(source: Source, folder: Path, options: ExportOptions) -> list[str]:
-    why = "vLLM and SGLang take a draft model only with a target of the same vocabulary"
-    target = needed_target(source, options, why)
+    reason = "vLLM and SGLang require draft model and target to share a vocabulary"
+    target = needed_target(source, options, reason)
     check_drafter(source, folder, target, ("vllm", "sglang"), also=("context length", "tokenizer"))
-    return [*compare_whole(source, folder), f"vocabulary size, every token and the positions with those of {target}"]
+    return [*compare_whole(source, folder), f"vocabulary, tokens and context length equal those of {target}"]
 
 
 def _values_of_draft_model(source: Source, folder: Path, options: ExportOptions) -> dict[str, Any]:

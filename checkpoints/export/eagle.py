@@ -21,10 +21,10 @@ from .target import load_tokenizer
 def eagle_of(source: Source) -> EagleHeads:
     """Load an artifact's EAGLE-3 heads. Raises ValueError if it holds other heads, or they are incomplete."""
     if not is_eagle(source.folder):
-        raise ValueError(f"{source.folder} holds heads side by side, no EAGLE-3 layer: export them as medusa")
+        raise ValueError(f"{source.folder} contains Medusa heads, not EAGLE-3 heads: export them with --to medusa")
     heads = load_eagle(source.folder)
     if heads.proposed is not None and heads.own_head is None:
-        raise ValueError(f"{source.folder} has offsets of proposed tokens, and no output rows of theirs")
+        raise ValueError(f"{source.folder} has a draft vocabulary (d2t) but no output layer for it")
     return heads
 
 
@@ -39,23 +39,23 @@ def _write(source: Source, folder: Path, options: ExportOptions) -> None:
 
 def check_eagle(source: Source, options: ExportOptions, readers: Collection[str]) -> list[str]:
     """Return a line per engine on how it reads EAGLE-3 heads. Raises ValueError if one refuses them."""
-    target = needed_target(source, options, "engines count its layers")
+    target = needed_target(source, options, "the number of its layers is required")
     diagnosis = examine_eagle(open_side(target, load_tokenizer), str(source.folder), source.folder)
     lines = []
     for name in readers:
         verdict = diagnosis.verdicts[name]
         reasons = "; ".join(verdict.reasons)
         if verdict.outcome == REFUSED:
-            raise ValueError(f"{source.folder} is no pair with the target {target} for {name}: {reasons}")
-        why = f" ({reasons})" if reasons else ""
-        lines.append(f"layers, norms and vocabulary as {diagnosis.consumers[name]} reads them: {verdict.outcome}{why}")
+            raise ValueError(f"{source.folder} does not work with the target {target} in {name}: {reasons}")
+        suffix = f" ({reasons})" if reasons else ""
+        lines.append(f"layers, norms and vocabulary in {diagnosis.consumers[name]}: {verdict.outcome}{suffix}")
     return lines
 
 
 def _compare(source: Source, folder: Path, options: ExportOptions) -> list[str]:
-    expected, found = load_file(source.folder / WHOLE_FILES[0]), load_file(folder / WHOLE_FILES[0])
-    check_same_tensors(found, expected, folder)
-    lines = [f"all {len(found)} tensors, bit by bit, with the artifact's"]
+    expected, written = load_file(source.folder / WHOLE_FILES[0]), load_file(folder / WHOLE_FILES[0])
+    check_same_tensors(written, expected, folder)
+    lines = [f"all {len(written)} tensors are identical"]
     return [*lines, *check_eagle(source, options, [name for name in READERS if name != "llama.cpp"])]
 
 
@@ -66,7 +66,7 @@ def _values(source: Source, folder: Path, options: ExportOptions) -> dict[str, A
 EAGLE_FORMAT = Format(
     "eagle3",
     "heads",
-    "EAGLE-3 heads, whose config says to each engine which layers they read",
+    "EAGLE-3 heads, with a config from which each engine reads the same layers",
     "vLLM 0.33 (eagle3), SGLang 0.5.23 (EAGLE3)",
     _write,
     _compare,

@@ -22,7 +22,7 @@ from ..storage.safe_read import read_json
 from ..verify.model_files import UNLOADABLE, is_adapter, load_config, load_whole
 from . import gguf_convert
 from .base import ExportOptions, Format, Source, check_same_tensors, needed_target, target_name
-from .drafter import load_merged, proposed_tokens, stored_types, write_whole
+from .drafter import draft_tokens_of, load_merged, stored_dtypes, write_whole
 from .eagle import check_eagle, eagle_of, steps_of
 from .target import check_drafter
 
@@ -53,7 +53,7 @@ _DERIVED = ("rope_freqs.weight",)
 
 def _write(source: Source, folder: Path, options: ExportOptions) -> None:
     converter, target = _converter(options), _known_target(source, options)
-    model = _for_converter(source, folder / _UNFINISHED)
+    model = _prepare_model(source, folder / _UNFINISHED)
     if target is not None:
         check_drafter(source, model, target, ("llama.cpp",))
         # the converter needs it for some families, and transformers does not save it with a tokenizer
@@ -61,8 +61,8 @@ def _write(source: Source, folder: Path, options: ExportOptions) -> None:
         if pieces.is_file() and not (model / _PIECES).exists():
             (model / _PIECES).symlink_to(pieces)
     config = load_config(model)
-    if config.model_type.startswith("gemma") and proposed_tokens(source) is not None:
-        raise ValueError(f"{source.folder}: llama.cpp has Gemma propose any token, {DRAFT_VOCABULARY} only some")
+    if config.model_type.startswith("gemma") and draft_tokens_of(source) is not None:
+        raise ValueError(f"llama.cpp supports no draft vocabulary for Gemma: {source.folder / DRAFT_VOCABULARY}")
     renamed = _RENAMED[config.model_type](config) if config.model_type in _RENAMED else {}
     _convert(source, converter, model, folder / GGUF_FILE, split_by=model, renamed=renamed)
     shutil.rmtree(folder / _UNFINISHED)
@@ -72,29 +72,29 @@ def _convert(
     source: Source, converter: Path, model: Path, out: Path, split_by: Path, renamed: dict[str, Any], *more: str
 ) -> None:
     """Run the converter, which uses the tokenizer of `split_by`."""
-    found = stored_types(model) - {"I64", "BOOL"}  # dtypes of EAGLE-3's token maps
-    if len(found) != 1 or not found <= set(_TYPES):
-        raise ValueError(f"{source.folder}: its tensors are of {' and '.join(sorted(found))}, expected one of {_TYPES}")
+    dtypes = stored_dtypes(model) - {"I64", "BOOL"}  # dtypes of EAGLE-3's token maps
+    if len(dtypes) != 1 or not dtypes <= set(_TYPES):
+        raise ValueError(f"{source.folder} has dtypes {', '.join(sorted(dtypes))}, expected {', '.join(_TYPES)}")
     is_gpt2 = _splits_as_gpt2(split_by)
     command = [sys.executable, "-P", "-m", gguf_convert.__name__, str(converter)]
     command += ["gpt-2" if is_gpt2 else "", json.dumps(renamed)]
-    command += [str(model), "--outfile", str(out), "--outtype", _TYPES[found.pop()], *more]
+    command += [str(model), "--outfile", str(out), "--outtype", _TYPES[dtypes.pop()], *more]
     settings: dict[str, Any] = {"capture_output": True, "text": True, "errors": "replace", "check": False}
     done = subprocess.run(command, stdin=subprocess.DEVNULL, **settings)
     if done.returncode or not out.is_file():
         output = done.stdout + done.stderr
         if _UNKNOWN in output and not is_gpt2:
-            raise ValueError(f"{converter} does not know the tokenizer of {split_by}, and GPT-2's differs")
+            raise ValueError(f"{converter} does not support the tokenizer of {split_by}")
         tail = "\n".join(output.strip().splitlines()[-12:])
-        what = f"failed with exit code {done.returncode}" if done.returncode else f"left no {out.name}"
-        raise ValueError(f"{converter} {what}; the end of its output:\n{tail}")
+        failure = f"failed with exit code {done.returncode}" if done.returncode else f"did not write {out.name}"
+        raise ValueError(f"{converter} {failure}; last lines of its output:\n{tail}")
 
 
-def _for_converter(source: Source, folder: Path) -> Path:
+def _prepare_model(source: Source, folder: Path) -> Path:
     """Return a folder with the merged model under the artifact's name, which the converter stores."""
     model = folder / source.folder.resolve().name
     model.mkdir(parents=True)
-    if is_adapter(source.folder) or proposed_tokens(source) is not None:
+    if is_adapter(source.folder) or draft_tokens_of(source) is not None:
         write_whole(source, model)
     else:
         for path in source.folder.resolve().iterdir():
@@ -105,16 +105,16 @@ def _for_converter(source: Source, folder: Path) -> Path:
 
 def _converter(options: ExportOptions) -> Path:
     if options.llama_cpp is None:
-        raise ValueError(f"gguf is written by llama.cpp's {CONVERTER}: say with --llama-cpp where your checkout lies")
+        raise ValueError(f"the export needs {CONVERTER} of llama.cpp: pass the path of a checkout with --llama-cpp")
     return find_converter(options.llama_cpp)
 
 
 def find_converter(checkout: Path) -> Path:
     """Return the converter of a checkout of llama.cpp. Raises ValueError if there is none."""
-    found = checkout.expanduser() / CONVERTER
-    if not found.is_file():
-        raise ValueError(f"there is no {found}: --llama-cpp names a checkout of llama.cpp, which holds {CONVERTER}")
-    return found.resolve()
+    converter = checkout.expanduser() / CONVERTER
+    if not converter.is_file():
+        raise ValueError(f"{converter} does not exist: pass a checkout of llama.cpp with --llama-cpp")
+    return converter.resolve()
 
 
 def _splits_as_gpt2(model: Path) -> bool:
@@ -138,18 +138,18 @@ def _known_target(source: Source, options: ExportOptions) -> str | None:
 
 def _compare(source: Source, folder: Path, options: ExportOptions) -> list[str]:
     path = folder / GGUF_FILE
-    made = read_gguf(path)
+    written = read_gguf(path)
     from gguf.quants import dequantize  # from an extra, which `read_gguf` requires
 
     model = load_merged(source)
     config = model.config
-    field, version = made.get_field("tokenizer.ggml.tokens"), made.get_field("GGUF.version").contents()
+    field, version = written.get_field("tokenizer.ggml.tokens"), written.get_field("GGUF.version").contents()
     tokens = 0 if field is None else len(field.data)
     if tokens != config.vocab_size:
-        raise ValueError(f"{path} has {tokens} tokens, the artifact's vocabulary {config.vocab_size}")
-    tensors = {tensor.name: tensor for tensor in made.tensors}
-    if other := {tensor.tensor_type.name for tensor in made.tensors} - set(_TYPES):
-        raise ValueError(f"{path} holds tensors of type {', '.join(other)}, expected one of {', '.join(_TYPES)}")
+        raise ValueError(f"{path} has {tokens} tokens, expected the artifact's {config.vocab_size}")
+    tensors = {tensor.name: tensor for tensor in written.tensors}
+    if other := {tensor.tensor_type.name for tensor in written.tensors} - set(_TYPES):
+        raise ValueError(f"{path} contains tensors of type {', '.join(other)}, expected one of {', '.join(_TYPES)}")
     lines = [f"GGUF of version {version}: {tokens:,} tokens, {len(tensors)} tensors"]
     if config.model_type in _DECODERS:
         try:
@@ -157,18 +157,18 @@ def _compare(source: Source, folder: Path, options: ExportOptions) -> list[str]:
             about = {} if config.model_type == "mistral" else {"config": config}
             read = load_whole(type(model), folder, gguf_file=GGUF_FILE, dtype=torch.float32, **about)
         except UNLOADABLE as error:
-            raise ValueError(f"{path} cannot be read back: {first_line(error)}") from error
+            raise ValueError(f"{path} cannot be loaded: {first_line(error)}") from error
         check_same_tensors(read.state_dict(), {name: one.float() for name, one in model.state_dict().items()}, folder)
-        lines.append(f"all {len(tensors.keys() - set(_DERIVED))} tensors, bit by bit")
+        lines.append(f"all {len(tensors.keys() - set(_DERIVED))} tensors are identical")
     elif _EMBEDDING not in tensors:
         raise ValueError(f"{path} lacks {_EMBEDDING}")
     else:
         stored = dequantize(tensors[_EMBEDDING].data, tensors[_EMBEDDING].tensor_type)
         embedding = model.get_input_embeddings().weight.float()
         check_same_tensors({_EMBEDDING: torch.from_numpy(stored)}, {_EMBEDDING: embedding}, path)
-        lines.append(f"the token embedding (others are not compared in models of type {config.model_type})")
+        lines.append(f"the token embedding is identical (other tensors of type {config.model_type} are not compared)")
     target = _known_target(source, options)
-    return [*lines, f"tokens with those of {target}" if target else "not compared: tokens with the target's, not here"]
+    return [*lines, f"all tokens equal those of {target}" if target else "not compared: the tokens of the target"]
 
 
 def _values(source: Source, folder: Path, options: ExportOptions) -> dict[str, Any]:
@@ -182,8 +182,8 @@ def _values(source: Source, folder: Path, options: ExportOptions) -> dict[str, A
 GGUF = Format(
     "gguf",
     "drafter",
-    "GGUF file, by llama.cpp's own converter",
-    "llama.cpp of the version of the converter, and later (run with commit 0c1e57098)",
+    "GGUF file written by llama.cpp's converter",
+    "llama.cpp of the converter's version or later (run with commit 0c1e57098)",
     _write,
     _compare,
     _values,
@@ -193,7 +193,7 @@ GGUF = Format(
 
 def _write_heads(source: Source, folder: Path, options: ExportOptions) -> None:
     converter, model = _converter(options), folder / _UNFINISHED
-    target = find_folder(needed_target(source, options, "its tokenizer goes into the file"), [CONFIG_FILE])
+    target = find_folder(needed_target(source, options, "the file contains its tokenizer"), [CONFIG_FILE])
     model.mkdir()
     save_eagle(eagle_of(source), model)
     _convert(source, converter, model, folder / GGUF_FILE, target, {}, "--target-model-dir", str(target))
@@ -202,20 +202,20 @@ def _write_heads(source: Source, folder: Path, options: ExportOptions) -> None:
 
 def _compare_heads(source: Source, folder: Path, options: ExportOptions) -> list[str]:
     path, heads = folder / GGUF_FILE, load_eagle(source.folder)
-    made, state = read_gguf(path), heads.state_dict()
+    written, state = read_gguf(path), heads.state_dict()
     from gguf.quants import dequantize
 
-    field = made.get_field("eagle3.target_layers")
+    field = written.get_field("eagle3.target_layers")
     layers = None if field is None else [int(layer) for layer in field.contents()]
     if layers != list(heads.layers):
-        raise ValueError(f"{path} reads the target's layers {layers}, the artifact {list(heads.layers)}")
-    tensors = {tensor.name: tensor for tensor in made.tensors}
-    lines = [f"the target's layers that are read, {', '.join(map(str, heads.layers))}"]
+        raise ValueError(f"{path} reads the target's layers {layers}, expected {list(heads.layers)}")
+    tensors = {tensor.name: tensor for tensor in written.tensors}
+    lines = [f"the layers of the target are {', '.join(map(str, heads.layers))}"]
     if heads.proposed is not None:
         if "d2t" not in tensors or tensors["d2t"].data.tolist() != heads.proposed.tolist():
-            raise ValueError(f"{path} proposes other tokens than the artifact")
-        lines.append(f"the {len(heads.proposed):,} tokens that are proposed")
-    expected = {theirs: state[ours] for theirs, ours in _HEADS.items()}
+            raise ValueError(f"{path} has another draft vocabulary than the artifact")
+        lines.append(f"the draft vocabulary of {len(heads.proposed):,} tokens is identical")
+    expected = {gguf_name: state[tensor_name] for gguf_name, tensor_name in _HEADS.items()}
     if heads.own_head is not None:
         expected["output.weight"] = heads.own_head
     stored = {
@@ -224,7 +224,7 @@ def _compare_heads(source: Source, folder: Path, options: ExportOptions) -> list
         if name in tensors
     }
     check_same_tensors(stored, {name: tensor.float() for name, tensor in expected.items()}, folder)
-    lines.append(f"{len(expected)} of {len(tensors)} tensors, bit by bit (llama.cpp orders rows of the others anew)")
+    lines.append(f"{len(expected)} of {len(tensors)} tensors are identical (llama.cpp permutes rows of the others)")
     return [*lines, *check_eagle(source, options, ["llama.cpp"])]
 
 
@@ -246,7 +246,7 @@ _HEADS = {
 EAGLE_GGUF = Format(
     "eagle3-gguf",
     "heads",
-    "EAGLE-3 heads as a GGUF file, by llama.cpp's own converter",
+    "EAGLE-3 heads as a GGUF file written by llama.cpp's converter",
     "llama.cpp with --spec-type draft-eagle3 (run with b11434)",
     _write_heads,
     _compare_heads,

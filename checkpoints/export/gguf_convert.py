@@ -16,19 +16,19 @@ from pathlib import Path
 from typing import Any
 
 
-def _give_name(base: Any, name: str) -> None:
+def _set_pre_tokenizer_name(base: Any, name: str) -> None:
     model = getattr(sys.modules[base.__module__], "TextModel", None)
     ask = getattr(model, "get_vocab_base_pre", None)
     if model is None or ask is None:
         return
 
-    def known_or_given(self: Any, tokenizer: Any) -> Any:
+    def name_pre_tokenizer(self: Any, tokenizer: Any) -> Any:
         try:
             return ask(self, tokenizer)
         except NotImplementedError:
             return name
 
-    model.get_vocab_base_pre = known_or_given
+    model.get_vocab_base_pre = name_pre_tokenizer
 
 
 def main() -> None:
@@ -39,10 +39,10 @@ def main() -> None:
     converter = importlib.import_module(Path(path).stem)
     base = getattr(converter, "ModelBase", None)  # old converters have other classes and are not changed
     if base is not None and name:
-        _give_name(base, name)
+        _set_pre_tokenizer_name(base, name)
     if base is not None and json.loads(settings):
         load = base.load_hparams
-        base.load_hparams = staticmethod(lambda *asked: json.loads(settings) | load(*asked))
+        base.load_hparams = staticmethod(lambda *arguments: json.loads(settings) | load(*arguments))
     converter.main()
 
 

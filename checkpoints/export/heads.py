@@ -26,25 +26,19 @@ from .target import compare_copy, copy_tokenizer, has_tokenizer, output_projecti
 def _target_name(source: Source, options: ExportOptions) -> str:
     """Return the target's name, which engines read from the heads' config. Raises ValueError if there is none."""
     named = target_name(source, options) or read_heads(source.folder).base_model
-    return named or needed_target(source, options, "engines look for its name in the heads' config")
+    return named or needed_target(source, options, "engines read its name from the heads' config")
 
 
 def _load(source: Source, options: ExportOptions) -> PredictionHeads:
     """Load the heads with all projections. Raises ValueError if engines cannot run them."""
     heads = load_heads(source.folder).propose(None)  # engines compute the logits of all tokens
     if heads.states != "after-norm":
-        raise ValueError(
-            f"the heads in {source.folder} read the hidden states {heads.states.replace('-', ' the final ')}, and what "
-            "reads medusa hands them those after it: train them with `states: after-norm`"
-        )
+        raise ValueError(f"{source.folder} has heads for pre-norm hidden states: train with `states: after-norm`")
     if heads.scale != 1:
-        raise ValueError(
-            f"the heads in {source.folder} multiply hidden states by {heads.scale:g} first, which medusa cannot store; "
-            "no weights of residual blocks have the same effect, as SiLU is not linear: train them with scale 1"
-        )
+        raise ValueError(f"{source.folder} has heads of scale {heads.scale:g}: engines require scale 1")
     if heads.projection_kind == "target":
-        why = "medusa stores its output projection with each head"
-        heads.attach(output_projection(needed_target(source, options, why), source))
+        reason = "the format stores its output projection with each head"
+        heads.attach(output_projection(needed_target(source, options, reason), source))
     return heads
 
 
@@ -76,17 +70,17 @@ def _write(source: Source, folder: Path, options: ExportOptions) -> None:
 
 
 def _compare(source: Source, folder: Path, options: ExportOptions) -> list[str]:
-    heads, found, config = _load(source, options), load_file(folder / HEADS_FILE), read_json(folder / CONFIG_FILE)
-    check_same_tensors(found, _tensors(heads), folder)
-    for name, tensor in found.items():
+    heads, written, config = _load(source, options), load_file(folder / HEADS_FILE), read_json(folder / CONFIG_FILE)
+    check_same_tensors(written, _tensors(heads), folder)
+    for name, tensor in written.items():
         if not tensor.isfinite().all():
-            raise ValueError(f"{name}, read back from {folder}, has values that are not finite in {tensor.dtype}")
-    said = tuple(config.get(key) for key in ("medusa_num_heads", "medusa_num_layers", "hidden_size", "vocab_size"))
-    if said != (sizes := _sizes(heads, source)):
-        raise ValueError(f"{folder / CONFIG_FILE}, read back from {folder}, says {said}, the heads are {sizes}")
-    how = {"target": " and the target's projection", "low-rank": ", their projections multiplied out", "own": ""}
-    line = f"all {len(found)} tensors, bit by bit, with what the heads hold{how[heads.projection_kind]}"
-    return [f"{line}; the config's sizes", *compare_copy(_target_name(source, options), folder)]
+            raise ValueError(f"tensor {name} in {folder} has values that are not finite in {tensor.dtype}")
+    stored = tuple(config.get(key) for key in ("medusa_num_heads", "medusa_num_layers", "hidden_size", "vocab_size"))
+    if stored != (sizes := _sizes(heads, source)):
+        raise ValueError(f"{folder / CONFIG_FILE} has the sizes {stored}, expected {sizes}")
+    notes = {"target": " and the target's projection", "low-rank": ", with factors multiplied", "own": ""}
+    line = f"all {len(written)} tensors are identical to the heads'{notes[heads.projection_kind]}"
+    return [f"{line}; the config has the same sizes", *compare_copy(_target_name(source, options), folder)]
 
 
 def _values(source: Source, folder: Path, options: ExportOptions) -> dict[str, Any]:
@@ -98,7 +92,7 @@ def _values(source: Source, folder: Path, options: ExportOptions) -> dict[str, A
 MEDUSA = Format(
     "medusa",
     "heads",
-    "Medusa heads, version 1: each with its own projection, under the names of the first release",
+    "Medusa heads of version 1, each with its own projection",
     "TGI ≥ 2.0, TensorRT-LLM ≥ 0.11, vLLM 0.25 to 0.32",
     _write,
     _compare,

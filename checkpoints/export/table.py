@@ -35,14 +35,14 @@ def _write(source: Source, folder: Path, options: ExportOptions) -> None:
 def _compare(source: Source, folder: Path, options: ExportOptions) -> list[str]:
     expected = successors(BigramTable.load(source.folder))
     if not np.array_equal(np.load(folder / vllm_proposer.SUCCESSORS_FILE, allow_pickle=False), expected):
-        raise ValueError(f"the most likely next tokens read back from {folder} are not those of {source.folder}")
-    return [f"the draft token after each of {len(expected):,} tokens, compared with the method `bigram`"]
+        raise ValueError(f"the most probable next tokens in {folder} differ from those of {source.folder}")
+    return [f"the draft token after each of {len(expected):,} tokens equals that of the method `bigram`"]
 
 
 TABLE = Format(
     "vllm-bigrams",
     "table",
-    "The likeliest token after each token, and a proposer that drafts from it",
+    "Most probable successor of each token, and a proposer that drafts from it",
     "vLLM ≥ 0.22 (method custom_class)",
     _write,
     _compare,

@@ -44,9 +44,7 @@ def load_tokenizer(source: str) -> Any:
         return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
         reason = first_line(error)
-        raise ValueError(
-            f"the tokenizer of {source} cannot be read: {reason}; name the target's folder with --target"
-        ) from error
+        raise ValueError(f"the tokenizer of {source} cannot be read: {reason}; see --target") from error
 
 
 def compare_tokenizers(artifact: Path, folder: Path) -> list[str]:
@@ -56,29 +54,32 @@ def compare_tokenizers(artifact: Path, folder: Path) -> list[str]:
     """
     if not has_tokenizer(artifact):
         return []
-    mine, made = (AutoTokenizer.from_pretrained(each, trust_remote_code=False) for each in (artifact, folder))
-    same = tokenizer_fingerprint(mine) == tokenizer_fingerprint(made) and mine.chat_template == made.chat_template
-    for text in (*_PROBES, *mine.all_special_tokens):
-        same = same and mine(text)["input_ids"] == made(text)["input_ids"]
+    original, copied = (AutoTokenizer.from_pretrained(each, trust_remote_code=False) for each in (artifact, folder))
+    same = (
+        tokenizer_fingerprint(original) == tokenizer_fingerprint(copied)
+        and original.chat_template == copied.chat_template
+    )
+    for text in (*_PROBES, *original.all_special_tokens):
+        same = same and original(text)["input_ids"] == copied(text)["input_ids"]
     if not same:
-        raise ValueError(f"the tokenizer read back from {folder} differs from the artifact's")
+        raise ValueError(f"the tokenizer in {folder} differs from the artifact's")
     return [
-        f"the tokenizer: its vocabulary, special tokens and chat template, and the ids of {len(_PROBES)} texts and "
+        f"the tokenizer is identical: vocabulary, special tokens, chat template, and ids of {len(_PROBES)} texts and "
         "every special token"
     ]
 
 
 def copy_tokenizer(target: str, folder: Path) -> None:
     """Copy a target's tokenizer to a folder, if it is available locally, on the hub or in its cache."""
-    found = _find_tokenizer(target)
-    if found is None:
+    source = _find_tokenizer(target)
+    if source is None:
         return
     for name in TOKENIZER_FILES:
-        if (found / name).is_file():
-            shutil.copyfile(found / name, folder / name)
-    config = read_json(found / CONFIG_FILE) if (found / CONFIG_FILE).is_file() else {}
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
+    config = read_json(source / CONFIG_FILE) if (source / CONFIG_FILE).is_file() else {}
     # otherwise the class depends on the model in the same folder, which differs for the copy
-    config.setdefault("tokenizer_class", type(load_tokenizer(str(found))).__name__)
+    config.setdefault("tokenizer_class", type(load_tokenizer(str(source))).__name__)
     write_config(folder / CONFIG_FILE, config)
     patch_tokenizer(folder)
 
@@ -93,19 +94,19 @@ def _find_tokenizer(target: str) -> Path | None:
 
 def compare_copy(target: str, folder: Path) -> list[str]:
     """Return a line stating that a copy equals the target's tokenizer, or that the latter is unavailable."""
-    found = _find_tokenizer(target)
-    if found is None:
-        return [f"not compared: the tokenizer, as that of the target {target} is neither here nor to be had"]
-    return [f"of the target {line}" for line in compare_tokenizers(found, folder)]
+    source = _find_tokenizer(target)
+    if source is None:
+        return [f"not compared: the tokenizer of the target {target}, which is not available"]
+    return [f"compared with the target, {line}" for line in compare_tokenizers(source, folder)]
 
 
 def check_vocabulary(source: Source, target: str) -> None:
     """Raise ValueError if the artifact's vocabulary size differs from the target's."""
-    theirs = load_config(target).get_text_config(decoder=True).vocab_size
-    if theirs != source.manifest.vocab_size:
+    expected = load_config(target).get_text_config(decoder=True).vocab_size
+    if expected != source.manifest.vocab_size:
         raise ValueError(
-            f"{source.folder} has a vocabulary of {source.manifest.vocab_size} tokens, the target {target} of "
-            f"{theirs}; `{_doctor(source, target)}` repairs that"
+            f"{source.folder} has a vocabulary of {source.manifest.vocab_size} tokens, but the target {target} has "
+            f"{expected}: repair it with `{_doctor(source, target)}`"
         )
 
 
@@ -128,11 +129,12 @@ def output_projection(target: str, source: Source | None = None) -> Tensor:
     or the projection has a bias.
     """
     folder = model_source(target)
-    wanted = ((source.manifest.target if source else None) or {}).get("sha256")
-    if source is not None and wanted is not None and any(Path(folder).glob("model*.safetensors")):
-        found = resolve_model(target, folder).sha256 or ""
-        if found != wanted:
-            raise ValueError(f"{source.folder} was made for {wanted[:16]}…, {target} is {found[:16]}…: see --target")
+    expected = ((source.manifest.target if source else None) or {}).get("sha256")
+    if source is not None and expected is not None and any(Path(folder).glob("model*.safetensors")):
+        actual = resolve_model(target, folder).sha256 or ""
+        if actual != expected:
+            hashes = f"SHA-256 {expected[:16]}…, but {target} has {actual[:16]}…"
+            raise ValueError(f"{source.folder} was made for a target with {hashes}: pass the right one with --target")
     config = load_config(target).get_text_config(decoder=True)
     try:
         model = meta_model(config)
@@ -141,8 +143,8 @@ def output_projection(target: str, source: Source | None = None) -> Tensor:
     except UNLOADABLE as error:
         raise ValueError(f"the output projection of {target} cannot be read: {first_line(error)}") from error
     if bias is not None:
-        raise ValueError(f"the output projection of {target} has a bias ({bias}), for which heads of engines have none")
+        raise ValueError(f"the output projection of {target} has a bias ({bias}), which engines do not support")
     if weight_VD is None:
-        raise ValueError(f"the output projection of the target {target}, {name}, is in no safetensors file of it")
+        raise ValueError(f"the safetensors files of the target {target} do not contain its output projection {name}")
     scale = LogitShape.of(config).scale  # a soft cap would not change the order of tokens
     return weight_VD if scale == 1 else weight_VD * scale

@@ -60,8 +60,8 @@ class _Mlp(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x_XD: Tensor) -> Tensor:
-        made: Tensor = self.down_proj(F.silu(self.gate_proj(x_XD)) * self.up_proj(x_XD))
-        return made
+        output_XD: Tensor = self.down_proj(F.silu(self.gate_proj(x_XD)) * self.up_proj(x_XD))
+        return output_XD
 
 
 class _Norm(nn.RMSNorm):
@@ -93,7 +93,7 @@ class EagleHeads(nn.Module):
 
     projection_kind = "target"
     output = bias_V = None
-    """What makes logits of products with the projection: nothing, as in serving engines."""
+    """Transformation and bias of logits: none, as in serving engines."""
     own_head: Tensor | None = None
     """Output rows [R, D] from the files, which may differ from the target's."""
 
@@ -126,11 +126,9 @@ class EagleHeads(nn.Module):
         count = config.num_hidden_layers
         layers = list(default_layers(count) if layers is None else layers)
         if not layers or not all(0 <= layer < count for layer in layers) or layers != sorted(set(layers)):
-            raise ValueError(f"layers to read are {layers}: expected different ones, rising, from 0 to {count - 1}")
+            raise ValueError(f"layers must be distinct, ascending and in 0 to {count - 1}, got {layers}")
         if missing := [name for name in _LIKE_THE_TARGET if getattr(config, name, None) is None and name != "head_dim"]:
-            raise ValueError(
-                f"EAGLE-3 heads are for Llama-type targets: a {config.model_type!r} model has no {missing[0]}"
-            )
+            raise ValueError(f"EAGLE-3 heads require a Llama-type target: {config.model_type!r} has no {missing[0]}")
         sizes = {name: getattr(config, name, None) for name in _LIKE_THE_TARGET}
         return cls(LlamaConfig(**sizes, num_hidden_layers=1, tie_word_embeddings=False), layers, proposed, num_heads)
 
@@ -152,12 +150,12 @@ class EagleHeads(nn.Module):
     @property
     def embedding(self) -> Tensor:
         """Embeddings of the target [V, D]."""
-        assert self._attached is not None, "hand over the target's weights first: heads.attach"
+        assert self._attached is not None, "call heads.attach with the target's weights first"
         return self._attached[0]
 
     def projection(self, step: int = 0) -> Tensor:
         """Return the output rows [R, D] of the draft vocabulary."""
-        assert self._attached is not None, "hand over the target's weights first: heads.attach"
+        assert self._attached is not None, "call heads.attach with the target's weights first"
         return self._attached[1]
 
     def attach(self, embedding_VD: Tensor, lm_head_VD: Tensor) -> Self:
@@ -165,7 +163,7 @@ class EagleHeads(nn.Module):
         expected = [self.vocab_size, self.hidden_size]
         for name, weight in (("embeddings", embedding_VD), ("output projection", lm_head_VD)):
             if list(weight.shape) != expected:
-                raise ValueError(f"the target's {name} are {list(weight.shape)}, the heads expect {expected}")
+                raise ValueError(f"the target's {name} must be {expected}, got {list(weight.shape)}")
         ids_R, rows_RD = self.proposed, self.own_head
         if rows_RD is None:
             rows_RD = lm_head_VD.detach() if ids_R is None else lm_head_VD.detach()[ids_R.to(lm_head_VD.device)]
@@ -177,19 +175,19 @@ class EagleHeads(nn.Module):
     def begin_as(self, target: Any) -> Self:
         """Initialise from the target's final norm and the layer after the last one that is read, if of Llama type."""
         decoder, hidden = target.get_decoder(), self.hidden_size
-        theirs, mine = decoder.layers[max(self.layers)], self.midlayer
-        if not hasattr(theirs.self_attn, "q_proj") or not hasattr(theirs.mlp, "gate_proj"):
+        target_layer, layer = decoder.layers[max(self.layers)], self.midlayer
+        if not hasattr(target_layer.self_attn, "q_proj") or not hasattr(target_layer.mlp, "gate_proj"):
             return self
         self.fc.weight.zero_()
         self.fc.weight[:, -hidden:].copy_(torch.eye(hidden))
         for name in ("q_proj", "k_proj", "v_proj"):
-            weight = getattr(mine.self_attn, name).weight
-            weight[:, hidden:].copy_(getattr(theirs.self_attn, name).weight)
-        mine.self_attn.o_proj.weight.copy_(theirs.self_attn.o_proj.weight)
+            weight = getattr(layer.self_attn, name).weight
+            weight[:, hidden:].copy_(getattr(target_layer.self_attn, name).weight)
+        layer.self_attn.o_proj.weight.copy_(target_layer.self_attn.o_proj.weight)
         for name in ("gate_proj", "up_proj", "down_proj"):
-            getattr(mine.mlp, name).weight.copy_(getattr(theirs.mlp, name).weight)
-        mine.hidden_norm.weight.copy_(theirs.input_layernorm.weight)
-        mine.post_attention_layernorm.weight.copy_(theirs.post_attention_layernorm.weight)
+            getattr(layer.mlp, name).weight.copy_(getattr(target_layer.mlp, name).weight)
+        layer.hidden_norm.weight.copy_(target_layer.input_layernorm.weight)
+        layer.post_attention_layernorm.weight.copy_(target_layer.post_attention_layernorm.weight)
         self.norm.weight.copy_(decoder.norm.weight * LogitShape.of(target.config).scale)
         return self
 
@@ -199,7 +197,7 @@ class EagleHeads(nn.Module):
         Step k at position t reads the embedding of token t + 1 + k and the output of step k − 1. It attends to the keys
         of the first step according to `mask_B1TT` (bool) and to those of its own steps. It predicts token t + 2 + k.
         """
-        layer, made = self.midlayer, []
+        layer, features = self.midlayer, []
         states_BTD, after_BT = self.fc(given_BTG), tokens_BT
         first: tuple[Tensor, Tensor] | None = None
         keys, values = list[Tensor](), list[Tensor]()
@@ -209,7 +207,7 @@ class EagleHeads(nn.Module):
             read_BTD = layer.hidden_norm(states_BTD)
             states_BTD = read_BTD if self.normed else states_BTD
             read_BTC = torch.cat((layer.input_layernorm(embedded_BTD), read_BTD), -1)
-            query_BHTE, key_BJTE, value_BJTE = self._projected(read_BTC, positions_BT + step)
+            query_BHTE, key_BJTE, value_BJTE = self._project(read_BTC, positions_BT + step)
             if first is None:
                 first = key_BJTE, value_BJTE
                 grouped = query_BHTE.shape[1] != key_BJTE.shape[1]
@@ -222,13 +220,13 @@ class EagleHeads(nn.Module):
                 attended_BHTE = _attend_beside(query_BHTE, *first, mask_B1TT, keys, values)
             states_BTD = states_BTD + layer.self_attn.o_proj(attended_BHTE.transpose(1, 2).flatten(2))
             states_BTD = states_BTD + layer.mlp(layer.post_attention_layernorm(states_BTD))
-            made.append(self.norm(states_BTD))
-        return torch.stack(made, 2)
+            features.append(self.norm(states_BTD))
+        return torch.stack(features, 2)
 
-    def _projected(self, read_BTC: Tensor, positions_BT: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _project(self, read_BTC: Tensor, positions_BT: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         attention = self.midlayer.self_attn
         sides = (attention.q_proj(read_BTC), attention.k_proj(read_BTC), attention.v_proj(read_BTC))
-        query, key, value = (side.unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2) for side in sides)
+        query, key, value = (states.unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2) for states in sides)
         cos_BTE, sin_BTE = self.rotary_emb(read_BTC, positions_BT)
         query, key = apply_rotary_pos_emb(query, key, cos_BTE, sin_BTE)
         return query, key, value
@@ -278,16 +276,16 @@ def save_eagle(heads: EagleHeads, directory: Path) -> None:
         known_V = torch.zeros(heads.vocab_size, dtype=torch.bool)
         known_V[ids_R.cpu()] = True
         tensors["t2d"] = known_V
-    held = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    save_file(held, directory / WHOLE_FILES[0], metadata={"format": "pt"})
+    stored = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    save_file(stored, directory / WHOLE_FILES[0], metadata={"format": "pt"})
     named = {name: getattr(heads.config, name) for name in _LIKE_THE_TARGET} | {
         "architectures": [EAGLE],
         "model_type": "llama",
         "num_hidden_layers": 1,
         "tie_word_embeddings": False,  # otherwise SGLang uses the embeddings as the output layer
-        "dtype": str(held["fc.weight"].dtype).removeprefix("torch."),
+        "dtype": str(stored["fc.weight"].dtype).removeprefix("torch."),
         # null without own rows, otherwise SGLang leaves its output layer uninitialised
-        "draft_vocab_size": len(held[HEAD]) if HEAD in held else None,
+        "draft_vocab_size": len(stored[HEAD]) if HEAD in stored else None,
         NORMED: heads.normed,
         LAYER_IDS: [*heads.layers],
         # SGLang counts the outputs of layers, other engines their inputs
@@ -301,7 +299,7 @@ def eagle_layers(directory: Path) -> list[int]:
     layers = read_json(Path(directory) / CONFIG_FILE).get(LAYER_IDS)
     named = isinstance(layers, list) and layers and all(type(layer) is int for layer in layers)
     if not named or sorted(set(layers)) != layers:  # type: ignore[arg-type]
-        raise ValueError(f"{directory}: {LAYER_IDS} is {layers!r}, expected layers of the target, rising")
+        raise ValueError(f"{directory}: {LAYER_IDS} must be ascending layers of the target, got {layers!r}")
     return layers
 
 
@@ -312,17 +310,17 @@ def load_eagle(directory: Path, dtype: torch.dtype | None = None) -> EagleHeads:
     """
     directory = Path(directory)
     stored, config = load_file(directory / WHOLE_FILES[0]), LlamaConfig.from_pretrained(directory)
-    heads = filled(EagleHeads(config, eagle_layers(directory), proposed_in(stored)), stored, directory)
+    heads = fill_heads(EagleHeads(config, eagle_layers(directory), draft_tokens_in(stored)), stored, directory)
     return heads.to(dtype=dtype).eval()
 
 
-def proposed_in(stored: Mapping[str, Tensor]) -> Tensor | None:
+def draft_tokens_in(stored: Mapping[str, Tensor]) -> Tensor | None:
     """Return the ids of the draft vocabulary, given tensors with its offsets (`d2t`); None for all tokens."""
     offsets_R = stored.get(TOKENS)
     return None if offsets_R is None else offsets_R.long() + torch.arange(len(offsets_R))
 
 
-def filled(heads: EagleHeads, stored: Mapping[str, Tensor], directory: Path) -> EagleHeads:
+def fill_heads(heads: EagleHeads, stored: Mapping[str, Tensor], directory: Path) -> EagleHeads:
     """Return heads with the tensors of a folder, in their dtype. Raises ValueError as `load_eagle` does."""
     weights = {name: tensor for name, tensor in stored.items() if name not in (TOKENS, "t2d", HEAD)}
     heads = heads.to(next(iter(weights.values())).dtype)
@@ -335,7 +333,7 @@ def filled(heads: EagleHeads, stored: Mapping[str, Tensor], directory: Path) -> 
         if list(rows_RD.shape) != expected:
             raise ValueError(f"{directory}: {HEAD} is {list(rows_RD.shape)}, expected {expected}")
         heads.own_head = rows_RD
-    held = {HEAD: heads.own_head} if heads.own_head is not None else {}
-    if wrong := [name for name, each in (*heads.named_parameters(), *held.items()) if not bool(each.isfinite().all())]:
-        raise ValueError(f"{directory}: {wrong[0]} of the heads holds numbers that are NaN or infinite")
+    own = {HEAD: heads.own_head} if heads.own_head is not None else {}
+    if wrong := [name for name, each in (*heads.named_parameters(), *own.items()) if not bool(each.isfinite().all())]:
+        raise ValueError(f"{directory}: {wrong[0]} contains NaN or infinite values")
     return heads

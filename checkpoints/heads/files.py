@@ -35,11 +35,11 @@ def save_heads(
 
     Raises ValueError: A tensor is missing, has another shape, or has no values or some that are not finite.
     """
-    found = heads.state_dict() if state is None else dict(state)
-    _check_complete(heads, found)
+    weights = heads.state_dict() if state is None else dict(state)
+    _check_complete(heads, weights)
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in found.items()}
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
     save_file(tensors, directory / HEADS_FILE, metadata={"format": "pt"})
     config = engine_config(heads, base_model_name_or_path) | {"projection": heads.projection_kind}
     config |= {"rank": heads.rank, "states": heads.states, "scale": heads.scale}
@@ -83,7 +83,7 @@ def load_heads(
         warnings.warn(disagreement, stacklevel=2)
     heads = stored.build().to(device=device, dtype=dtype).requires_grad_(True).eval()
     if wrong := [name for name, weight in heads.named_parameters() if not bool(weight.isfinite().all())]:
-        raise ValueError(f"{directory}: {wrong[0]} of the heads holds numbers that are NaN or infinite")
+        raise ValueError(f"{directory}: {wrong[0]} contains NaN or infinite values")
     if lm_head is not None and heads.projection_kind == "target":
         heads.attach(lm_head)
     return heads
@@ -97,7 +97,7 @@ def _check_complete(heads: PredictionHeads, state: Mapping[str, Tensor]) -> None
         forms = (heads.projection_kind, heads.rank, heads.states, heads.scale)
         whole = PredictionHeads(*sizes, *forms, proposed=heads.proposed).state_dict()
     if other := sorted(set(whole) ^ set(state)):
-        raise ValueError(f"heads cannot be saved: {other[0]} is {'missing' if other[0] in whole else 'none of theirs'}")
+        raise ValueError(f"heads cannot be saved: {other[0]} is {'missing' if other[0] in whole else 'unexpected'}")
     for name, tensor in state.items():
         shape, expected = list(tensor.shape), list(whole[name].shape)
         if shape != expected:

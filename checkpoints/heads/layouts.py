@@ -98,12 +98,12 @@ def read_heads(directory: Path, *, unpickle: bool = False, states: str | None = 
     """
     directory = Path(directory)
     if is_eagle(directory):
-        raise ValueError(f"{directory} holds EAGLE-3 heads, which draft token by token: name them as `drafter`")
+        raise ValueError(f"{directory} contains EAGLE-3 heads: pass them as `drafter`")
     path = _find(directory)
     if path is None:
-        raise ValueError(f"there are no heads in {directory}: none of {', '.join(_ORDER)}")
+        raise ValueError(f"{directory} contains no heads: expected one of {', '.join(_ORDER)}")
     if path.name == PICKLED_FILE and not unpickle:
-        raise ValueError(f"{path} is pickled: read it with `unpickle=True`, or `draftsmith import --unpickle`")
+        raise ValueError(f"{path} is pickled: pass `unpickle=True`, or use `draftsmith import --unpickle`")
     if path.name == PICKLED_FILE:
         tensors = read_pickled(path)
     else:
@@ -121,8 +121,8 @@ def read_heads(directory: Path, *, unpickle: bool = False, states: str | None = 
     base_model, vocab_size = config.get("base_model_name_or_path"), config.get("vocab_size")
     if proposed is not None:
         if projection != "target" or type(vocab_size) is not int:
-            why = f"its projection is {projection}" if projection != "target" else "the config has no vocab_size"
-            raise ValueError(f"{path}: {TOKENS} is for heads that share the target's projection; {why}")
+            reason = f"the projection is {projection}" if projection != "target" else "the config has no vocab_size"
+            raise ValueError(f"{path}: {TOKENS} requires heads that share the target's projection, but {reason}")
         try:
             check_tokens(proposed, vocab_size)
         except ValueError as error:
@@ -146,7 +146,7 @@ def read_heads(directory: Path, *, unpickle: bool = False, states: str | None = 
 def _find(directory: Path) -> Path | None:
     """Return the file to read, or the index of several, if any."""
     if directory.is_file():
-        raise ValueError(f"{directory} is a file; heads are read from the folder that holds them")
+        raise ValueError(f"{directory} is a file: pass the folder of the heads")
     return next((directory / name for name in _ORDER if (directory / name).is_file()), None)
 
 
@@ -170,13 +170,13 @@ def _read_inside(path: Path) -> dict[str, Tensor]:
     else:
         for shard, names in shards_of_heads(path).items():
             if not (path.parent / shard).is_file():
-                raise ValueError(f"{path} says that {names[0]} is in {shard}, which is not there")
-            found = _read(path.parent / shard, set(names).__contains__)
-            if missing := sorted(set(names) - set(found)):
-                raise ValueError(f"{path} says that {missing[0]} is in {shard}, which lacks it")
-            tensors |= found
+                raise ValueError(f"{path} lists {names[0]} in {shard}, which is missing")
+            part = _read(path.parent / shard, set(names).__contains__)
+            if missing := sorted(set(names) - set(part)):
+                raise ValueError(f"{path} lists {missing[0]} in {shard}, which does not contain it")
+            tensors |= part
     if not tensors:
-        raise ValueError(f"there are no heads in {path}: no tensor's name begins with {PREFIX}")
+        raise ValueError(f"{path} contains no heads: no tensor name starts with {PREFIX}")
     return {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
 
 
@@ -188,14 +188,16 @@ def shards_of_heads(index: Path) -> dict[str, list[str]]:
     return shards
 
 
-def _read(path: Path, wanted: Callable[[str], bool] | None) -> dict[str, Tensor]:
+def _read(path: Path, is_selected: Callable[[str], bool] | None) -> dict[str, Tensor]:
     try:
-        with safe_open(path, framework="pt") as opened:
-            names = set(opened.keys())
+        with safe_open(path, framework="pt") as file:
+            names = set(file.keys())
             # safetensors' `save_model` writes shared tensors once, and their other names into the metadata
-            aliases = {name: kept for name, kept in (opened.metadata() or {}).items() if kept in names}
-            every = {name: name for name in names} | {name: kept for name, kept in aliases.items() if name not in names}
-            return {name: opened.get_tensor(kept) for name, kept in every.items() if wanted is None or wanted(name)}
+            aliases = {name: stored for name, stored in (file.metadata() or {}).items() if stored in names}
+            every = {name: name for name in names} | {name: key for name, key in aliases.items() if name not in names}
+            return {
+                name: file.get_tensor(key) for name, key in every.items() if is_selected is None or is_selected(name)
+            }
     except UNREADABLE as error:
         raise ValueError(f"{path} is not a safetensors file: {error}") from error
 
@@ -206,9 +208,9 @@ def read_pickled(path: Path) -> dict[str, Tensor]:
         loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except _UNREADABLE as error:
         # torch's own message recommends loading without `weights_only`
-        raise ValueError(f"{path} is not a pickled file of tensors alone; it was not loaded") from error
+        raise ValueError(f"{path} is not a pickled file of tensors only, and was not loaded") from error
     if not isinstance(loaded, dict):
-        raise ValueError(f"{path} holds a {type(loaded).__name__}, expected tensors by name")
+        raise ValueError(f"{path} contains a {type(loaded).__name__}, expected a dictionary of tensors")
     for name, tensor in loaded.items():
         if not isinstance(name, str) or not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
             raise ValueError(f"{path}: {name!r} is a {type(tensor).__name__}, expected a dense tensor")
@@ -219,19 +221,17 @@ def read_pickled(path: Path) -> dict[str, Tensor]:
 def _sizes_of(tensors: dict[str, Tensor], path: Path) -> tuple[str, dict[str, int]]:
     """Return the kind of projection and the sizes. Raises ValueError for the first extra, missing or unfit tensor."""
     if not tensors:
-        raise ValueError(f"{path} holds no tensors")
+        raise ValueError(f"{path} contains no tensors")
     places, tails = set[tuple[int, int]](), set[tuple[int, str]]()
     for name, tensor in tensors.items():
-        found = _KEY.fullmatch(name)
-        if found is None:
-            raise ValueError(
-                f"{path}: {name} is not a tensor of prediction heads, such as 0.0.linear.weight or 0.1.weight"
-            )
+        match = _KEY.fullmatch(name)
+        if match is None:
+            raise ValueError(f"{path}: unexpected tensor {name}, expected names such as 0.0.linear.weight")
         if tensor.dtype not in _DTYPES:
             raise ValueError(f"{path}: {name} is {tensor.dtype}, expected float32, float16 or bfloat16")
         if name.endswith("weight") and (tensor.dim() != 2 or not tensor.numel()):
-            raise ValueError(f"{path}: {name} is {list(tensor.shape)}, expected two dimensions, neither 0")
-        head, layer, part = int(found[1]), int(found[2]), found[3]
+            raise ValueError(f"{path}: {name} is {list(tensor.shape)}, expected two non-empty dimensions")
+        head, layer, part = int(match[1]), int(match[2]), match[3]
         places.add((head, layer))
         if not part.startswith("linear"):
             tails.add((layer, part))
@@ -239,12 +239,12 @@ def _sizes_of(tensors: dict[str, Tensor], path: Path) -> tuple[str, dict[str, in
     num_layers = min(tails)[0] if tails else 1 + max(layer for _, layer in places)
     parts = {part for layer, part in tails if layer == num_layers}
     kind = "target" if not parts else "own" if parts == {"weight"} else "low-rank"
-    form = f"it has tensors of {num_heads} heads with {num_layers} blocks each"
+    form = f"expected tensors of {num_heads} heads with {num_layers} blocks each"
     for name in _names(num_heads, num_layers, kind):  # stops at the first one, since indices may be huge
         if name not in tensors:
             raise ValueError(f"{path} lacks {name}: {form}")
     if extra := sorted(tensors.keys() - set(_names(num_heads, num_layers, kind))):
-        raise ValueError(f"{path}: {extra[0]} belongs to no head: {form}, then the projection")
+        raise ValueError(f"{path}: {extra[0]} is unexpected: {form} and a projection")
     sizes, tail = {"num_heads": num_heads, "num_layers": num_layers, "rank": 0}, f"0.{num_layers}"
     if kind == "own":
         sizes["vocab_size"], sizes["hidden_size"] = tensors[f"{tail}.weight"].shape
@@ -264,7 +264,6 @@ def _sizes_of(tensors: dict[str, Tensor], path: Path) -> tuple[str, dict[str, in
 
 
 def _names(num_heads: int, num_layers: int, kind: str) -> Iterator[str]:
-    """Yield the names of all tensors of heads."""
     tails = {"own": ("weight",), "low-rank": ("up.weight", "down.weight"), "target": ()}[kind]
     for k in range(num_heads):
         for layer in range(num_layers):
@@ -272,12 +271,12 @@ def _names(num_heads: int, num_layers: int, kind: str) -> Iterator[str]:
         yield from (f"{k}.{num_layers}.{tail}" for tail in tails)
 
 
-def _disagreements(config: dict[str, Any], found: dict[str, Any], path: Path) -> list[str]:
+def _disagreements(config: dict[str, Any], sizes: dict[str, Any], path: Path) -> list[str]:
     """Return one sentence for each config entry that contradicts the tensors."""
     names = {"medusa_num_heads": "num_heads", "num_medusa_heads": "num_heads", "medusa_num_layers": "num_layers"}
     names |= {key: key for key in ("hidden_size", "vocab_size", "projection", "rank")}
     return [
-        f"{path} says {key} {config[key]}, the tensors have {found[name]}: going by the tensors"
+        f"{path} has {key} {config[key]}, but the tensors have {sizes[name]}, which is used"
         for key, name in names.items()
-        if config.get(key) is not None and name in found and config[key] != found[name]
+        if config.get(key) is not None and name in sizes and config[key] != sizes[name]
     ]

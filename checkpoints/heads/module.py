@@ -191,9 +191,7 @@ class PredictionHeads(nn.Module):
         """Set the draft vocabulary, or None for all tokens. Raises ValueError for invalid ids and own projections."""
         if ids_P is not None:
             if self.projection_kind != "target":
-                raise ValueError(
-                    f"{TOKENS} is for heads of projection 'target', and theirs is {self.projection_kind!r}"
-                )
+                raise ValueError(f"{TOKENS} requires heads of projection 'target', got {self.projection_kind!r}")
             if not ids_P.is_meta and self._vocab_size is not None:
                 check_tokens(ids_P, self._vocab_size)
             ids_P = ids_P.long()
@@ -209,11 +207,11 @@ class PredictionHeads(nn.Module):
         heads have their own projections or the shape differs.
         """
         if self.projection_kind != "target":
-            raise ValueError(f"heads with {self.projection_kind} projections take none of the target's")
+            raise ValueError(f"heads with {self.projection_kind} projections cannot attach the target's projection")
         size = list(getattr(lm_head_weight_VD, "ds_shape", lm_head_weight_VD.shape))  # shape before ZeRO-3's sharding
         expected = [self._vocab_size if self._vocab_size is not None else "V", self.hidden_size]
         if len(size) != 2 or size[1] != expected[1] or expected[0] not in ("V", size[0]):
-            raise ValueError(f"the target's output projection is {size}, the heads expect {expected}".replace("'", ""))
+            raise ValueError(f"the target's output projection must be {expected}, got {size}".replace("'", ""))
         if (ids_P := self.proposed) is not None and not ids_P.is_meta:
             check_tokens(ids_P, size[0])
         self._vocab_size, self._attached, self._rows = size[0], (lm_head_weight_VD, bias_V), None
@@ -222,7 +220,7 @@ class PredictionHeads(nn.Module):
 
     def _head(self, k: int) -> nn.Sequential:
         if not 0 <= k < self.num_heads:
-            raise ValueError(f"there is no head {k}: there are {self.num_heads}, counted from 0")
+            raise ValueError(f"head must be in 0 to {self.num_heads - 1}, got {k}")
         head = self._modules[str(k)]
         assert isinstance(head, nn.Sequential)
         return head
@@ -242,9 +240,9 @@ class PredictionHeads(nn.Module):
         (weight_VD, _), ids_P = self._attached, self.proposed
         if ids_P is None:
             return weight_VD
-        place = (weight_VD.data_ptr(), weight_VD.device)  # the target may have moved since
-        if self._rows is None or self._rows[0] != place:
-            self._rows = (place, weight_VD.detach()[ids_P.to(weight_VD.device)])
+        key = (weight_VD.data_ptr(), weight_VD.device)  # the target may have moved since
+        if self._rows is None or self._rows[0] != key:
+            self._rows = (key, weight_VD.detach()[ids_P.to(weight_VD.device)])
         return self._rows[1]
 
     @property
@@ -277,18 +275,18 @@ class PredictionHeads(nn.Module):
         """Return head k's logits [..., V] of hidden states [..., D]; −∞ for tokens outside the draft vocabulary."""
         features_XF = self._features(k, hidden_XD)
         if self.projection_kind == "target":
-            return self._through_target(features_XF)
+            return self._apply_target_projection(features_XF)
         tail = self._tail(k)  # called as a layer, so that ZeRO-3 gathers its weight
         return tail.up(features_XF) if self.projection_kind == "low-rank" else tail(features_XF)
 
     def _features(self, k: int, hidden_XD: Tensor) -> Tensor:
-        features_XD = self._head(k)[: self.num_layers](self._scaled(hidden_XD))
+        features_XD = self._head(k)[: self.num_layers](self._scale_states(hidden_XD))
         return self._tail(k).down(features_XD) if self.projection_kind == "low-rank" else features_XD
 
-    def _scaled(self, hidden_XD: Tensor) -> Tensor:
+    def _scale_states(self, hidden_XD: Tensor) -> Tensor:
         return hidden_XD if self.scale == 1 else hidden_XD * self.scale
 
-    def _through_target(self, features_XD: Tensor) -> Tensor:
+    def _apply_target_projection(self, features_XD: Tensor) -> Tensor:
         weight_VD, ids_P = self.projection(0), self.proposed
         features_XD = features_XD.to(weight_VD.dtype)
         if self._product is None or torch.is_grad_enabled() or self._product[0] != self._projection_state():
@@ -318,7 +316,7 @@ class PredictionHeads(nn.Module):
         one_by_one = self.training or torch.is_grad_enabled() or self._elements > STACK_LIMIT
         if self.projection_kind == "target":
             features_XKD = self.features(hidden_XD) if one_by_one else self._stacked_forward(hidden_XD)
-            return self._through_target(features_XKD)
+            return self._apply_target_projection(features_XKD)
         if one_by_one:
             return torch.stack([self.head_forward(k, hidden_XD) for k in range(self.num_heads)], -2)
         return self._stacked_forward(hidden_XD)
@@ -326,7 +324,7 @@ class PredictionHeads(nn.Module):
     def _stacked_forward(self, hidden_XD: Tensor) -> Tensor:
         """Return logits [..., K, V], or features [..., K, D] for the target's projection, which is not stacked."""
         stacks = self._stacks()
-        found_KXF = self._scaled(hidden_XD).reshape(1, -1, self.hidden_size).expand(self.num_heads, -1, -1)
+        found_KXF = self._scale_states(hidden_XD).reshape(1, -1, self.hidden_size).expand(self.num_heads, -1, -1)
         for weight_KDD, bias_K1D in stacks.blocks:
             found_KXF = found_KXF + F.silu(torch.baddbmm(bias_K1D, found_KXF, weight_KDD))
         for tail_KFF in stacks.tails:
@@ -341,12 +339,12 @@ class PredictionHeads(nn.Module):
             for layer in range(self.num_layers):
                 linears: list[Any] = [self._head(k)[layer].linear for k in heads]
                 biases_K1D = torch.stack([linear.bias.detach() for linear in linears])[:, None]
-                blocks.append((_transposed([linear.weight for linear in linears]), biases_K1D))
+                blocks.append((_stack_transposed([linear.weight for linear in linears]), biases_K1D))
             tails = []
             if self.projection_kind == "low-rank":
-                tails.append(_transposed([self._tail(k).down.weight for k in heads]))
+                tails.append(_stack_transposed([self._tail(k).down.weight for k in heads]))
             if self.projection_kind != "target":
-                tails.append(_transposed([self.projection(k) for k in heads]))
+                tails.append(_stack_transposed([self.projection(k) for k in heads]))
             self._stacked = _Stacks(state, blocks, tails)
         return self._stacked
 
@@ -378,11 +376,10 @@ def best_factors(weight_VD: Tensor, rank: int) -> tuple[Tensor, Tensor]:
 
 
 _UNATTACHED = (
-    "these heads reuse the target's output projection: hand it over with `heads.attach(weight)`, "
+    "these heads share the target's output projection: attach it with `heads.attach(weight)`, "
     "or load them with `load_heads(folder, lm_head=weight)`"
 )
 
 
-def _transposed(weights: list[Tensor]) -> Tensor:
-    """Return the stacked transposes of K matrices."""
+def _stack_transposed(weights: list[Tensor]) -> Tensor:
     return torch.stack([weight.detach().mT for weight in weights])

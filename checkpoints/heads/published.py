@@ -14,10 +14,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import LlamaConfig
 
-from ..storage.draft_vocabulary import check_tokens
+from ..storage.draft_vocabulary import TOKENS, check_tokens
 from ..storage.names import CONFIG_FILE, PICKLED_WHOLE_FILES, WHOLE_FILES
 from ..storage.safe_read import read_json
-from .eagle import HEAD, LAYER_IDS, NORMED, EagleHeads, default_layers, filled, proposed_in
+from .eagle import HEAD, LAYER_IDS, NORMED, EagleHeads, default_layers, draft_tokens_in, fill_heads
 from .layouts import EAGLE, read_pickled
 
 SPECULATORS = "speculators_model_type"
@@ -34,7 +34,7 @@ def is_published_eagle(directory: Path) -> bool:
     return EAGLE in (config.get("architectures") or []) or config.get(SPECULATORS) == "eagle3"
 
 
-def layers_named(config: Mapping[str, Any], count: int) -> list[int]:
+def trained_layers(config: Mapping[str, Any], count: int) -> list[int]:
     """Return the layers (by their inputs) that heads of a published config were trained on, for a target of `count`.
 
     These are the ids at the top level, else those in `eagle_config`, which count as SGLang does, else the default of
@@ -44,7 +44,7 @@ def layers_named(config: Mapping[str, Any], count: int) -> list[int]:
     named = config.get(LAYER_IDS) or (nested and [layer + 1 for layer in nested if type(layer) is int])
     layers = named or default_layers(count)
     if not all(type(layer) is int and 0 <= layer < count for layer in layers) or layers != sorted(set(layers)):
-        raise ValueError(f"{LAYER_IDS} is {layers!r}: expected different layers, rising, from 0 to {count - 1}")
+        raise ValueError(f"{LAYER_IDS} must be distinct, ascending and in 0 to {count - 1}, got {layers!r}")
     return list(layers)
 
 
@@ -58,7 +58,7 @@ def read_published(
     config = read_json(directory / CONFIG_FILE)
     inner = config.get("transformer_layer_config") if SPECULATORS in config else config
     if not isinstance(inner, dict):
-        raise ValueError(f"{directory / CONFIG_FILE}: transformer_layer_config is {inner!r}, expected settings")
+        raise ValueError(f"{directory / CONFIG_FILE}: transformer_layer_config must be a mapping, got {inner!r}")
     stored = _tensors(directory, unpickle)
     if strange := [name for name in stored for part in _STRANGE if part in name]:
         raise ValueError(f"{directory}: {strange[0]} is not supported: EAGLE-3 heads must be one Llama layer")
@@ -67,50 +67,47 @@ def read_published(
     setattr(sizes, NORMED, bool(config.get(NORMED, SPECULATORS in config)))
     for name in ("vocab_size", "hidden_size"):
         if getattr(sizes, name) != getattr(target, name):
-            raise ValueError(
-                f"{directory}: {name} of the heads is {getattr(sizes, name)}, of the target {getattr(target, name)}"
-            )
+            raise ValueError(f"{directory}: {name} is {getattr(sizes, name)}, expected {getattr(target, name)}")
     _check_embeddings(stored.pop(_EMBEDDINGS, None), embedding_VD, directory)
-    proposed = proposed_in(stored)
+    proposed = draft_tokens_in(stored)
     if proposed is not None:
         check_tokens(proposed, sizes.vocab_size)
         if HEAD not in stored:
-            raise ValueError(f"{directory}: there are offsets of proposed tokens, and no {HEAD} of theirs")
-    layers = layers_named(config, target.num_hidden_layers)
+            raise ValueError(f"{directory}: {TOKENS} has offsets of draft tokens, but {HEAD} is missing")
+    layers = trained_layers(config, target.num_hidden_layers)
     fed = stored["fc.weight"].shape[1] if "fc.weight" in stored else 0
     if fed != len(layers) * sizes.hidden_size:
-        wanted = f"{len(layers)} layers of {sizes.hidden_size}"
-        raise ValueError(f"{directory}: fc.weight reads {fed} numbers, and the config names {wanted}")
-    return filled(EagleHeads(sizes, layers, proposed), stored, directory).eval()
+        expected = f"{len(layers)} layers of {sizes.hidden_size}"
+        raise ValueError(f"{directory}: fc.weight has {fed} columns, but the config lists {expected}")
+    return fill_heads(EagleHeads(sizes, layers, proposed), stored, directory).eval()
 
 
 def _tensors(directory: Path, unpickle: bool) -> dict[str, Tensor]:
     """Return the tensors by their names in `EagleHeads`."""
     whole, pickled = directory / WHOLE_FILES[0], directory / PICKLED_WHOLE_FILES[0]
     if whole.is_file():
-        found = load_file(whole)
+        tensors = load_file(whole)
     elif not pickled.is_file():
-        raise ValueError(f"there are no heads in {directory}: neither {whole.name} nor {pickled.name}")
+        raise ValueError(f"{directory} contains no heads: expected {whole.name} or {pickled.name}")
     elif not unpickle:
-        raise ValueError(f"{pickled} is pickled: read it with `unpickle=True`, or `draftsmith import --unpickle`")
+        raise ValueError(f"{pickled} is pickled: pass `unpickle=True`, or use `draftsmith import --unpickle`")
     else:
-        found = read_pickled(pickled)
-    renamed = {re.sub(r"^(model\.)?(layers\.0\.)?", _shorter, name): tensor for name, tensor in found.items()}
+        tensors = read_pickled(pickled)
+    renamed = {re.sub(r"^(model\.)?(layers\.0\.)?", _rename_prefix, name): tensor for name, tensor in tensors.items()}
     return {name: tensor for name, tensor in renamed.items() if not _LEFT_OUT.fullmatch(name)}
 
 
-def _shorter(found: re.Match[str]) -> str:
-    return "midlayer." if found[2] else ""
+def _rename_prefix(match: re.Match[str]) -> str:
+    return "midlayer." if match[2] else ""
 
 
-def _check_embeddings(theirs_VD: Tensor | None, mine_VD: Tensor | None, directory: Path) -> None:
+def _check_embeddings(stored_VD: Tensor | None, embedding_VD: Tensor | None, directory: Path) -> None:
     """Raise ValueError if published embeddings differ from the target's by more than rounding."""
-    if theirs_VD is None or mine_VD is None:
+    if stored_VD is None or embedding_VD is None:
         return
-    if theirs_VD.shape == mine_VD.shape:
-        gap = float((theirs_VD.float() - mine_VD.float()).abs().max())
-        if gap <= float(mine_VD.float().abs().max()) * 2**-7:
+    if stored_VD.shape == embedding_VD.shape:
+        gap = float((stored_VD.float() - embedding_VD.float()).abs().max())
+        if gap <= float(embedding_VD.float().abs().max()) * 2**-7:
             return
-        raise ValueError(f"{directory}: {_EMBEDDINGS} differs from the target's by up to {gap:.3g}: another target?")
-    sizes = f"{list(theirs_VD.shape)}, the target's {list(mine_VD.shape)}"
-    raise ValueError(f"{directory}: {_EMBEDDINGS} is {sizes}")
+        raise ValueError(f"{directory}: {_EMBEDDINGS} differs from the target's by up to {gap:.3g}: check the target")
+    raise ValueError(f"{directory}: {_EMBEDDINGS} is {list(stored_VD.shape)}, expected {list(embedding_VD.shape)}")

@@ -21,7 +21,7 @@ from ..artifact.locate import fetch, fetch_artifact, hub_errors
 from ..artifact.manifest import Manifest
 from ..storage.atomic import atomic_dir
 from ..storage.names import MANIFEST_FILE
-from ..storage.places import check_repository_name, hub_place
+from ..storage.places import check_repository_name, parse_hub_id
 from ..storage.redaction import SECRET_VALUE
 
 _TEXT_FILES = (".json", ".jsonl", ".md", ".txt", ".yaml", ".yml", ".py", ".jinja")
@@ -77,18 +77,18 @@ def plan_push(artifact: Path, repo: str, card: Callable[[Manifest], str], *, pri
     """
     check_repository_name(repo)
     files = _files_to_push(artifact, card)
-    found = _find_repository(repo)
-    if found is not None and private and not found.private:
+    repository = _find_repository(repo)
+    if repository is not None and private and not repository.private:
         raise ValueError(f"{repo} is public: make it private in its settings on the hub, or push without --private")
     with hub_errors("the hub", repo):
         account = None if get_token() is None else str(HfApi().whoami()["name"])
-    stored = [] if found is None else [file.rfilename for file in found.siblings or []]
+    stored = [] if repository is None else [file.rfilename for file in repository.siblings or []]
     return Plan(
         repo=repo,
         message="Upload with draftsmith",
         account=account,
-        private=private if found is None else bool(found.private),
-        parent=None if found is None else found.sha,
+        private=private if repository is None else bool(repository.private),
+        parent=None if repository is None else repository.sha,
         files=files,
         deleted=tuple(name for name in sorted(stored) if name not in files and not name.startswith(".")),
     )
@@ -120,11 +120,11 @@ def pull(source: str, out: Path) -> tuple[Manifest, str]:
     Raises ValueError: `out` is not empty, the repository holds no artifact, a file differs from the manifest, or the
     hub cannot be reached.
     """
-    repo, revision = hub_place(source)
+    repo, revision = parse_hub_id(source)
     check_new(out)
     folder = fetch(repo, [MANIFEST_FILE], revision)
     if not (folder / MANIFEST_FILE).is_file():
-        raise ValueError(f"{repo} has no {MANIFEST_FILE}: `draftsmith import {repo} --out OUT` makes an artifact of it")
+        raise ValueError(f"{repo} has no {MANIFEST_FILE}: convert it with `draftsmith import {repo} --out OUT`")
     folder = fetch_artifact(repo, folder)
     manifest = load_manifest(folder)
     with atomic_dir(out) as unfinished:
@@ -150,18 +150,18 @@ def _files_to_push(artifact: Path, card: Callable[[Manifest], str]) -> dict[str,
     manifest = verify_artifact(artifact)
     readme = card(manifest).encode()
     entries = manifest.files | {CARD_FILE: {"sha256": hashlib.sha256(readme).hexdigest(), "bytes": len(readme)}}
-    made = {CARD_FILE: readme, MANIFEST_FILE: replace(manifest, files=entries).to_json().encode()}
-    files = {name: CommitOperationAdd(name, made.get(name, str(artifact / name))) for name in entries | made}
+    contents = {CARD_FILE: readme, MANIFEST_FILE: replace(manifest, files=entries).to_json().encode()}
+    files = {name: CommitOperationAdd(name, contents.get(name, str(artifact / name))) for name in entries | contents}
     for name, file in files.items():
         if name in entries and file.upload_info.sha256.hex() != entries[name]["sha256"]:
-            raise ValueError(f"{artifact / name} was changed meanwhile")
+            raise ValueError(f"{artifact / name} was changed during the push: push again")
         if name.lower().endswith(_TEXT_FILES) and file.upload_info.size <= _LARGEST_TEXT:
             text, token = _text(file), get_token()
             if SECRET_VALUE.search(text) or (token and token in text):
-                raise ValueError(f"{name} holds what looks like a token of the hub: take it out, then push again")
+                raise ValueError(f"{name} contains what looks like a hub token: remove it, then push again")
     return files
 
 
 def _text(file: CommitOperationAdd) -> str:
-    with file.as_file() as opened:
-        return opened.read().decode(errors="replace")
+    with file.as_file() as stream:
+        return stream.read().decode(errors="replace")

@@ -20,11 +20,11 @@ class TextTranslation:
         self._begins = [] if begins is None else [begins]
         self._least = self._begins or [drafter.eos_token_id if drafter.eos_token_id is not None else 0]
 
-    def there(self, ids: Sequence[int]) -> list[int]:
+    def to_drafter(self, ids: Sequence[int]) -> list[int]:
         text = self._text(self._target, ids).rstrip(_UNFINISHED)
         return [*self._begins, *self._drafter(text, add_special_tokens=False, verbose=False).input_ids] or self._least
 
-    def back(self, ids: Sequence[int], own: Sequence[int], draft: Sequence[int]) -> list[int]:
+    def to_target(self, ids: Sequence[int], own: Sequence[int], draft: Sequence[int]) -> list[int]:
         tail, before = self._text(self._target, ids[-_TAIL:]), self._text(self._drafter, own[-_TAIL:])
         written = self._text(self._drafter, [*own[-_TAIL:], *draft])
         if tail.endswith(_UNFINISHED) or not written.startswith(before):

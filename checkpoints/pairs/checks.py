@@ -22,7 +22,7 @@ LLAMA_CPP_SIZES = 128
 """Maximum difference of vocabulary sizes in llama.cpp."""
 LLAMA_CPP_FIRST = 5
 """First id whose text llama.cpp compares."""
-_OTHER = "the artifact's manifest says that it was made with another tokenizer"
+_OTHER = "the artifact's manifest has the fingerprint of another tokenizer"
 _SHOWN = 3
 _TEXTS = (
     *("Hello, world!", "def f(x):\n    return  x\n\n\tif  x :\n        pass  ", "1234567890 3.14 -2e10 1,000"),
@@ -37,10 +37,8 @@ _CHAT = (
     {"role": "assistant", "content": "A guess."},
     {"role": "user", "content": "And then?"},
 )
-_LEARNED = "prompts come from the target's tokenizer: if the drafter was trained with its own, it knows other ids"
-_TEMPLATE = (
-    "prompts come from the target's chat template: if the drafter was trained with its own, it drafts chats less well"
-)
+_LEARNED = "prompts use the target's tokenizer; a drafter trained with another one has a lower acceptance rate"
+_TEMPLATE = "prompts use the target's chat template; a drafter trained with another one accepts less in chats"
 
 
 def examine(target: Side, drafter: Side) -> Diagnosis:
@@ -76,79 +74,83 @@ def check_pair(
     if refusals:
         listed = "\n- ".join(refusals)
         raise ValueError(
-            f"{name} is no pair with the target {target.source} for {', '.join(consumers)}:\n- {listed}\n"
-            f"`{fix}` repairs other numbers of rows"
+            f"{name} does not work with the target {target.source} in {', '.join(consumers)}:\n- {listed}\n"
+            f"If only the vocabulary sizes differ, repair it with `{fix}`"
         )
 
 
 def _check_kind(target: Side, drafter: Side) -> Iterator[Finding]:
     names = ("decoder", "encoder-decoder")
-    kinds = _both(lambda side: names[bool(side.config.is_encoder_decoder)], target, drafter)
+    kinds = _describe_both(lambda model: names[bool(model.config.is_encoder_decoder)], target, drafter)
     if kinds[0] != kinds[1]:
         effects = refused("both must be decoders, or both encoder-decoders")
-        yield Finding("kind of model", "they are models of different kinds", *kinds, effects)
+        yield Finding("kind of model", "target and drafter are of different kinds", *kinds, effects)
     elif kinds[0] == names[True]:
-        effects = refused("it does not draft with encoder-decoders", "vllm", "sglang", "llama.cpp")
+        effects = refused("encoder-decoders are not supported as drafters", "vllm", "sglang", "llama.cpp")
         yield Finding("kind of model", "few engines draft with encoder-decoders", *kinds, effects)
 
 
 def _check_family(target: Side, drafter: Side) -> Iterator[Finding]:
     """Report models that engines cannot decode with, by their configurations."""
-    for side, name in ((target, "target"), (drafter, "drafter")):
+    for model, name in ((target, "target"), (drafter, "drafter")):
         effects = dict[str, Effect]()
-        if fault := family_fault(side.config):
+        if fault := family_fault(model.config):
             effects = refused(fault, "draftsmith")
-        elif side.config.model_type == "mpt":
+        elif model.config.model_type == "mpt":
             effects = works_but("only methods that draft chains work with MPT's positions (ALiBi)", "draftsmith")
-        if is_stateful(side.config):
+        if is_stateful(model.config):
             effects |= refused("assisted generation is not supported with stateful models", "transformers")
-        elif side is target and side.generation.use_cache is False:
-            effects |= refused("assisted generation needs `use_cache: true` of the target", "transformers")
+        elif model is target and model.generation.use_cache is False:
+            effects |= refused("assisted generation requires `use_cache: true` for the target", "transformers")
         if effects:
-            mine, theirs = (side.config.model_type if side is each else "" for each in (target, drafter))
-            yield Finding("family", f"the {name} is of a type that not all engines decode", mine, theirs, effects)
+            of_target, of_drafter = (model.config.model_type if model is each else "" for each in (target, drafter))
+            yield Finding("family", f"not all engines support the type of the {name}", of_target, of_drafter, effects)
 
 
 def _check_sizes(target: Side, drafter: Side) -> Iterator[Finding]:
     if target.vocab_size == drafter.vocab_size:
         return
     same = "both must have the same vocab_size"
-    effects = refused(f"{same}, unless `tokenizer` and `assistant_tokenizer` are given too", "transformers")
+    effects = refused(f"{same}, unless `tokenizer` and `assistant_tokenizer` are passed", "transformers")
     effects |= refused(f"{same} (or `use_heterogeneous_vocab`, which drafts greedily)", "vllm")
     effects |= refused(same, "sglang")
-    effects |= refused(f"{same}, but for `speculative` alone, which drafts by way of the text", "draftsmith")
+    effects |= refused(f"{same}; only `speculative` re-encodes drafts as text", "draftsmith")
     if (gap := abs(target.vocab_size - drafter.vocab_size)) > LLAMA_CPP_SIZES:
-        effects |= refused(f"sizes may differ by {LLAMA_CPP_SIZES} at most, these do by {gap:,}", "llama.cpp")
-    sizes = _both(lambda side: f"{side.vocab_size:,} ({len(side.vocab):,} tokens)", target, drafter)
-    yield Finding("vocab_size", "the configurations give different sizes", *sizes, effects)
+        effects |= refused(f"sizes may differ by at most {LLAMA_CPP_SIZES}, but differ by {gap:,}", "llama.cpp")
+    sizes = _describe_both(lambda model: f"{model.vocab_size:,} ({len(model.vocab):,} tokens)", target, drafter)
+    yield Finding("vocab_size", "the vocabulary sizes of the configurations differ", *sizes, effects)
 
 
 def _check_weights(target: Side, drafter: Side) -> Iterator[Finding]:
     """Check each model's weights against its configuration, and an artifact's files against its manifest."""
-    for side, name in ((target, "target"), (drafter, "drafter")):
-        for check, what, value, effects in _weights_of(side, name):
-            yield Finding(check, what, *((value, "") if name == "target" else ("", value)), effects)
+    for model, name in ((target, "target"), (drafter, "drafter")):
+        for check, problem, value, effects in _weights_of(model, name):
+            yield Finding(check, problem, *((value, "") if name == "target" else ("", value)), effects)
 
 
-def _weights_of(side: Side, name: str) -> Iterator[tuple[str, str, str, dict[str, Effect]]]:
-    if fault := side.weights_fault:
-        yield "weights", f"the {name}'s are not loaded here", fault, refused(f"the {name}: {fault}", "draftsmith")
+def _weights_of(model: Side, name: str) -> Iterator[tuple[str, str, str, dict[str, Effect]]]:
+    if fault := model.weights_fault:
+        yield "weights", f"the {name} cannot be loaded", fault, refused(f"the {name}: {fault}", "draftsmith")
     wrong = [
         f"{part} {rows:,}"
-        for part, rows in (("embedding", side.rows), ("output layer", side.head_rows))
-        if rows is not None and rows != side.vocab_size
+        for part, rows in (("embedding", model.rows), ("output layer", model.head_rows))
+        if rows is not None and rows != model.vocab_size
     ]
     if wrong:
-        value = f"{', '.join(wrong)} rows, vocab_size {side.vocab_size:,}"
-        effects = refused(f"the {name} does not load as it is")
-        yield "rows", f"the {name}'s weights and configuration disagree", value, effects
-    if side.manifest is not None and find_local(side.source) and (faults := file_faults(side.folder, side.manifest)):
-        reason = "it loads no artifact whose files differ from its artifact.json"
+        value = f"{', '.join(wrong)} rows, vocab_size {model.vocab_size:,}"
+        effects = refused(f"the {name} cannot be loaded")
+        yield "rows", f"the weights and the configuration of the {name} disagree", value, effects
+    if (
+        model.manifest is not None
+        and find_local(model.source)
+        and (faults := file_faults(model.folder, model.manifest))
+    ):
+        reason = "artifacts with changed files are not loaded"
         effects = refused(reason, "draftsmith") if name == "drafter" else {}
-        yield "changed files", f"the {name} differs from its artifact.json", _list(faults), effects
+        yield "changed files", f"files of the {name} differ from its artifact.json", _list(faults), effects
 
 
-def _both(describe: Callable[[Any], str], target: Any, drafter: Any) -> tuple[str, str]:
+def _describe_both(describe: Callable[[Any], str], target: Any, drafter: Any) -> tuple[str, str]:
     return describe(target), describe(drafter)
 
 
@@ -157,34 +159,38 @@ def _list(texts: list[str]) -> str:
 
 
 def _check_tokenizers_exist(target: Side, drafter: Side) -> Iterator[Finding]:
-    values = _both(lambda side: "none" if side.tokenizer is None else "one", target, drafter)
-    effects = refused("its converter needs the files of a tokenizer in each folder", "llama.cpp")
+    values = _describe_both(lambda model: "none" if model.tokenizer is None else "one", target, drafter)
+    effects = refused("its converter requires tokenizer files in both folders", "llama.cpp")
     is_known = drafter.manifest is not None and drafter.manifest.tokenizer_fingerprint is not None
     if not (is_known and target.tokenizer is not None):
-        effects = works_but("whether ids mean the same to both is unknown") | effects
-    yield Finding("tokenizer", "there are no two tokenizers to compare", *values, effects)
+        effects = works_but("it is unknown whether token ids have the same meaning for both") | effects
+    yield Finding("tokenizer", "target or drafter has no tokenizer to compare", *values, effects)
 
 
 def _check_tokens(target: Side, drafter: Side) -> Iterator[Finding]:
-    mine, theirs = ({number: text for text, number in side.vocab.items()} for side in (target, drafter))
-    differing = sorted(number for number in mine.keys() | theirs.keys() if mine.get(number) != theirs.get(number))
+    of_target, of_drafter = ({number: text for text, number in model.vocab.items()} for model in (target, drafter))
+    differing = sorted(
+        number for number in of_target.keys() | of_drafter.keys() if of_target.get(number) != of_drafter.get(number)
+    )
     if not differing:
         return
-    lossy = "such ids are drafted for what they mean to the drafter, and rejected; the output stays the target's"
-    effects = works_but(f"it compares sizes alone: {lossy}", "transformers", "vllm", "draftsmith")
-    effects |= refused("both tokenizers must have the same get_vocab()", "sglang")
-    if other_fingerprint(target, drafter):
+    lossy = "drafts with such ids are rejected; the output stays lossless"
+    effects = works_but(f"only sizes are compared: {lossy}", "transformers", "vllm", "draftsmith")
+    effects |= refused("both tokenizers must have the same vocabulary (`get_vocab()`)", "sglang")
+    if has_other_fingerprint(target, drafter):
         effects |= refused(_OTHER, "draftsmith")
     compared = range(LLAMA_CPP_FIRST, min(target.vocab_size, drafter.vocab_size))
     if (first := next((number for number in differing if number in compared), None)) is not None:
-        reason = f"texts must be the same from id {LLAMA_CPP_FIRST} on, {first} is the first that differs"
+        reason = f"token texts must be equal from id {LLAMA_CPP_FIRST} on, but id {first} differs"
         effects |= refused(reason, "llama.cpp")
-    order = ", the same tokens in another order" if set(mine.values()) == set(theirs.values()) else ""
-    values = _both(lambda side: _list([f"{number} {side.get(number)!r}" for number in differing]), mine, theirs)
-    yield Finding("token texts", f"{len(differing):,} ids stand for other tokens{order}", *values, effects)
+    order = ", although both have the same tokens" if set(of_target.values()) == set(of_drafter.values()) else ""
+    values = _describe_both(
+        lambda model: _list([f"{number} {model.get(number)!r}" for number in differing]), of_target, of_drafter
+    )
+    yield Finding("token texts", f"{len(differing):,} ids have different tokens{order}", *values, effects)
 
 
-def other_fingerprint(target: Side, drafter: Side) -> bool:
+def has_other_fingerprint(target: Side, drafter: Side) -> bool:
     """Check if the drafter is an artifact that was made with another tokenizer than the target's."""
     made_with = drafter.manifest.tokenizer_fingerprint if drafter.manifest else None
     return None not in (made_with, target.tokenizer) and made_with != tokenizer_fingerprint(target.tokenizer)
@@ -192,24 +198,24 @@ def other_fingerprint(target: Side, drafter: Side) -> bool:
 
 def _check_special_ids(target: Side, drafter: Side) -> Iterator[Finding]:
     for name in ("bos", "eos"):
-        mine, theirs = (str(getattr(side.tokenizer, f"{name}_token_id")) for side in (target, drafter))
-        if mine != theirs:
-            reason = f"engines use the target's {name}: a drafter that learned another one drafts that"
+        of_target, of_drafter = (str(getattr(model.tokenizer, f"{name}_token_id")) for model in (target, drafter))
+        if of_target != of_drafter:
+            reason = f"engines use the target's {name}; a drafter trained with another one drafts that"
             effects = works_but(reason, "transformers", "vllm", "sglang", "draftsmith")
             if name in (*_added_ends(target.tokenizer), *_added_ends(drafter.tokenizer)):
-                effects |= refused(f"the {name} that is added to a text must be the same", "llama.cpp")
-            yield Finding("special ids", f"{name} is another token", mine, theirs, effects)
+                effects |= refused(f"the {name} added to texts must be the same", "llama.cpp")
+            yield Finding("special ids", f"the {name} tokens differ", of_target, of_drafter, effects)
 
 
 def _check_encoding(target: Side, drafter: Side) -> Iterator[Finding]:
     """Report the first text that the two tokenizers encode differently, comparing the texts of tokens."""
     for text in _probes(target, drafter):
-        mine, theirs = _pieces(target.tokenizer, text), _pieces(drafter.tokenizer, text)
-        if mine != theirs:
-            start = max(0, _common(mine, theirs) - 1)
-            values = tuple(" ".join(map(repr, side[start : start + 5])) for side in (mine, theirs))
-            what = f"{_short(text)} is encoded differently"
-            yield Finding("encoding", what, values[0], values[1], works_but(_LEARNED))
+        of_target, of_drafter = _pieces(target.tokenizer, text), _pieces(drafter.tokenizer, text)
+        if of_target != of_drafter:
+            start = max(0, _common_prefix(of_target, of_drafter) - 1)
+            values = tuple(" ".join(map(repr, pieces[start : start + 5])) for pieces in (of_target, of_drafter))
+            problem = f"{_shorten(text)} is encoded differently"
+            yield Finding("encoding", problem, values[0], values[1], works_but(_LEARNED))
             return
 
 
@@ -217,12 +223,12 @@ def _probes(target: Side, drafter: Side) -> Iterator[str]:
     """Yield test texts, also around the added tokens that both tokenizers have."""
     yield from _TEXTS
     known = target.vocab.keys() & drafter.vocab.keys()
-    added = [token.content for side in (target, drafter) for token in _tokenizer(side).added_tokens_decoder.values()]
+    added = [token.content for model in (target, drafter) for token in _tokenizer(model).added_tokens_decoder.values()]
     yield from (around.format(token) for token in dict.fromkeys(added) if token in known for around in _AROUND)
 
 
-def _tokenizer(side: Side) -> Any:
-    return side.tokenizer
+def _tokenizer(model: Side) -> Any:
+    return model.tokenizer
 
 
 def _pieces(tokenizer: Any, text: str) -> list[str]:
@@ -230,22 +236,21 @@ def _pieces(tokenizer: Any, text: str) -> list[str]:
     return [str(piece) for piece in tokenizer.convert_ids_to_tokens(ids)]
 
 
-def _common(mine: Sequence[str], theirs: Sequence[str]) -> int:
-    """Return the length of the common prefix."""
-    return next((i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), min(len(mine), len(theirs)))
+def _common_prefix(left: Sequence[str], right: Sequence[str]) -> int:
+    return next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))
 
 
-def _short(value: str) -> str:
+def _shorten(value: str) -> str:
     text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= 60 else text[:57] + "…"
 
 
 def _check_added_ends(target: Side, drafter: Side) -> Iterator[Finding]:
-    mine, theirs = (_added_ends(side.tokenizer) for side in (target, drafter))
-    if mine != theirs:
-        effects = works_but(_LEARNED) | refused("both must add BOS, or neither, and the same for EOS", "llama.cpp")
-        values = _both(lambda side: "adds " + (" and ".join(side) or "nothing"), mine, theirs)
-        yield Finding("bos and eos around a text", "only one of the two adds them", *values, effects)
+    of_target, of_drafter = (_added_ends(model.tokenizer) for model in (target, drafter))
+    if of_target != of_drafter:
+        effects = works_but(_LEARNED) | refused("both must add BOS or neither, and the same for EOS", "llama.cpp")
+        values = _describe_both(lambda model: "adds " + (" and ".join(model) or "nothing"), of_target, of_drafter)
+        yield Finding("bos and eos around a text", "the tokenizers add different tokens", *values, effects)
 
 
 def _added_ends(tokenizer: Any) -> list[str]:
@@ -257,32 +262,32 @@ def _added_ends(tokenizer: Any) -> list[str]:
 
 
 def _check_chat_template(target: Side, drafter: Side) -> Iterator[Finding]:
-    if not all(getattr(side.tokenizer, "chat_template", None) for side in (target, drafter)):
+    if not all(getattr(model.tokenizer, "chat_template", None) for model in (target, drafter)):
         return
     try:
-        mine, theirs = (render_chat(side.tokenizer, _CHAT, prompt=True) for side in (target, drafter))
+        of_target, of_drafter = (render_chat(model.tokenizer, _CHAT, prompt=True) for model in (target, drafter))
     except ValueError:
         return
-    if mine != theirs:
-        same = _common(mine, theirs)
-        values = _both(lambda text: _short(text[max(0, same - 12) : same + 28]), mine, theirs)
-        what = f"a conversation is rendered differently from character {same} on"
-        yield Finding("chat template", what, *values, works_but(_TEMPLATE))
+    if of_target != of_drafter:
+        same = _common_prefix(of_target, of_drafter)
+        values = _describe_both(lambda text: _shorten(text[max(0, same - 12) : same + 28]), of_target, of_drafter)
+        problem = f"the rendered conversations differ from character {same} on"
+        yield Finding("chat template", problem, *values, works_but(_TEMPLATE))
 
 
 def _check_context(target: Side, drafter: Side) -> Iterator[Finding]:
     """Compare the numbers of positions and, for this engine, unsupported sliding windows."""
     effects = dict[str, Effect]()
     if _is_shorter(drafter.positions, target.positions):
-        reason = f"texts beyond the drafter's {drafter.positions:,} positions are refused or drafted badly"
+        reason = f"texts longer than the drafter's {drafter.positions:,} positions are rejected or drafted poorly"
         effects = works_but(reason, "transformers", "vllm", "sglang", "llama.cpp")
-    limits = [side.limit for side in (drafter, target) if side.limit is not None]
-    ends_early = any(_is_shorter(side.limit, side.positions) for side in (target, drafter))
+    limits = [model.limit for model in (drafter, target) if model.limit is not None]
+    ends_early = any(_is_shorter(model.limit, model.positions) for model in (target, drafter))
     if ends_early or _is_shorter(drafter.limit, target.limit):
-        effects |= works_but(f"texts of more than {min(limits):,} tokens, drafts included, are refused", "draftsmith")
+        effects |= works_but(f"texts longer than {min(limits):,} tokens, including drafts, are rejected", "draftsmith")
     if effects:
-        values = _both(lambda side: f"positions: {side.positions}, window: {side.window}", target, drafter)
-        early = "texts end at a window that is not kept, or where LongRoPE changes its factors"
+        values = _describe_both(lambda model: f"positions: {model.positions}, window: {model.window}", target, drafter)
+        early = "texts are limited by a sliding window or by LongRoPE's change of factors"
         yield Finding("context length", early if ends_early else "the drafter's is shorter", *values, effects)
 
 
@@ -293,19 +298,19 @@ def _is_shorter(drafter: int | None, target: int | None) -> bool:
 def _check_draft_vocabulary(target: Side, drafter: Side) -> Iterator[Finding]:
     """Report a draft vocabulary in an artifact that was not exported, since other engines do not read it."""
     if (drafter.folder / DRAFT_VOCABULARY).is_file() and not (drafter.manifest and drafter.manifest.export):
-        reason = f"it takes {DRAFT_VOCABULARY} for weights; `draftsmith export` leaves that out"
+        reason = f"it loads {DRAFT_VOCABULARY} as weights: use `draftsmith export`"
         effects = refused(reason, "vllm")
         if drafter.manifest is None or "proposed_tokens" in drafter.manifest.shapes:
-            reason = "it proposes any token, also untrained ones; `draftsmith export` prevents that"
+            reason = "it also drafts untrained tokens: use `draftsmith export`"
             effects |= works_but(reason, "transformers", "sglang", "llama.cpp")
-        what = "only this engine reads the drafter's reduced output layer"
-        yield Finding("draft vocabulary", what, "", DRAFT_VOCABULARY, effects)
+        problem = "only draftsmith supports the draft vocabulary of an artifact"
+        yield Finding("draft vocabulary", problem, "", DRAFT_VOCABULARY, effects)
 
 
 def _check_fingerprint(target: Side, drafter: Side) -> Iterator[Finding]:
     """Report a manifest with another tokenizer fingerprint, unless the tokens themselves differ."""
     has_other_tokens = drafter.tokenizer is not None and drafter.vocab != target.vocab
-    if other_fingerprint(target, drafter) and not has_other_tokens:
+    if has_other_fingerprint(target, drafter) and not has_other_tokens:
         assert drafter.manifest is not None
-        wanted, named = tokenizer_fingerprint(target.tokenizer), str(drafter.manifest.tokenizer_fingerprint)
-        yield Finding("fingerprint", _OTHER, f"{wanted[:16]}…", f"{named[:16]}…", refused(_OTHER, "draftsmith"))
+        expected, named = tokenizer_fingerprint(target.tokenizer), str(drafter.manifest.tokenizer_fingerprint)
+        yield Finding("fingerprint", _OTHER, f"{expected[:16]}…", f"{named[:16]}…", refused(_OTHER, "draftsmith"))

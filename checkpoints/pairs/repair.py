@@ -44,17 +44,15 @@ def repair(target: Side, drafter: Side, out: Path, command: str) -> list[str]:
     Raises ValueError: rows cannot be matched, or `out` is not empty.
     """
     if out.exists() and (out.is_file() or any(out.iterdir())):
-        raise ValueError(f"{out} exists already; the repaired drafter is written to a new folder")
+        raise ValueError(f"{out} already exists and is not empty: choose another --fix")
     if (drafter.folder / DRAFT_VOCABULARY).is_file():
-        raise ValueError(
-            f"{drafter.source} has no plain output layer: `draftsmith export --to transformers` writes one"
-        )
+        raise ValueError(f"{drafter.source} has a draft vocabulary: use `draftsmith export --to transformers`")
     if drafter.manifest is not None:
         verify_artifact(drafter.folder)
     rows, used, old = _match_rows(target, drafter)
     moved = sum(row not in (None, number) for number, row in enumerate(rows))
-    kept = sum(row is not None for row in rows)
-    done = [f"{moved:,} rows moved, {len(rows) - kept:,} added, {old - kept:,} dropped", "the target's tokenizer"]
+    copied = sum(row is not None for row in rows)
+    done = [f"{moved:,} rows moved, {len(rows) - copied:,} added, {old - copied:,} dropped", "the target's tokenizer"]
 
     def write(folder: Path) -> None:
         model = _load_model(drafter, old)
@@ -95,25 +93,23 @@ def _load_model(drafter: Side, rows: int) -> Any:
 def _match_rows(target: Side, drafter: Side) -> tuple[list[int | None], list[int], int]:
     """Return the drafter's row for each row of the target, its rows with a token, and its number of rows."""
     if target.tokenizer is None or drafter.tokenizer is None:
-        raise ValueError(
-            f"{target.source} and {drafter.source} need a tokenizer each: rows are matched by their tokens"
-        )
+        raise ValueError(f"{target.source} and {drafter.source} must both have a tokenizer to match rows by")
     made_with = drafter.manifest.tokenizer_fingerprint if drafter.manifest else None
     if made_with not in (None, tokenizer_fingerprint(drafter.tokenizer)):
-        raise ValueError(f"{drafter.folder / MANIFEST_FILE} names another tokenizer than the one beside it")
-    mine, theirs = target.vocab, drafter.vocab
-    if unknown := theirs.keys() - mine.keys():
+        raise ValueError(f"{drafter.folder / MANIFEST_FILE} has the fingerprint of another tokenizer")
+    target_ids, drafter_ids = target.vocab, drafter.vocab
+    if unknown := drafter_ids.keys() - target_ids.keys():
         some = ", ".join(map(repr, sorted(unknown)[:3]))
         raise ValueError(
-            f"{len(unknown):,} tokens of {drafter.source} are not the target's ({some}): train it with the target's "
-            "tokenizer, or decode with `speculative`, which drafts by text"
+            f"{len(unknown):,} tokens of {drafter.source} are missing from the target's vocabulary ({some}): train it "
+            "with the target's tokenizer, or decode with `speculative`, which re-encodes drafts as text"
         )
     old = drafter.rows or drafter.vocab_size
-    moves = {mine[text]: number for text, number in theirs.items() if number < old}
-    taken = set(theirs.values())
+    moves = {target_ids[text]: number for text, number in drafter_ids.items() if number < old}
+    used = set(drafter_ids.values())
     size = target.rows or target.vocab_size
-    rows = [moves.get(number, number if number < old and number not in taken else None) for number in range(size)]
-    return rows, sorted(number for number in taken if number < old), old
+    rows = [moves.get(number, number if number < old and number not in used else None) for number in range(size)]
+    return rows, sorted(number for number in used if number < old), old
 
 
 def _move_rows(model: Any, rows: Sequence[int | None], used: Sequence[int]) -> None:

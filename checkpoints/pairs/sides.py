@@ -28,7 +28,7 @@ CONSUMERS = {
     "vllm": "vLLM 0.27 and later, method draft_model",
     "sglang": "SGLang since April 2026 (pull request 23838), STANDALONE",
     "llama.cpp": "llama.cpp of August 2026 (b10576), draft-simple, after its converter",
-    "draftsmith": "this engine",
+    "draftsmith": "draftsmith",
 }
 """Engines, and the versions whose rules are checked."""
 WORKS, BUT, REFUSED = "works", "works but", "refused"
@@ -114,14 +114,14 @@ class Diagnosis:
     @property
     def verdicts(self) -> dict[str, Verdict]:
         """Verdict of each engine."""
-        found = {}
+        verdicts = {}
         for name in self.consumers:
             effects = [finding.effects[name] for finding in self.findings if name in finding.effects]
             outcomes = {effect.outcome for effect in effects}
             worst = REFUSED if REFUSED in outcomes else BUT if outcomes else WORKS
             reasons = dict.fromkeys(effect.reason for effect in effects if effect.outcome == worst)
-            found[name] = Verdict(worst, tuple(reasons))
-        return found
+            verdicts[name] = Verdict(worst, tuple(reasons))
+        return verdicts
 
     def as_json(self) -> dict[str, Any]:
         """Return findings and verdicts as JSON."""
@@ -193,7 +193,7 @@ def open_side(source: str, load_tokenizer: Callable[[str], Any]) -> Side:
         base = open_side(base_of(folder), load_tokenizer)
         return replace(base, source=source, folder=folder, manifest=manifest, tokenizer=tokenizer or base.tokenizer)
     if manifest is not None and manifest.kind not in ("drafter", "target"):
-        raise ValueError(f"{source} is of kind {manifest.kind!r}: static checks compare two models")
+        raise ValueError(f"{source} is of kind {manifest.kind!r}, expected a draft or target model")
     try:
         whole = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         config = whole if whole.is_encoder_decoder else whole.get_text_config(decoder=True)
@@ -201,14 +201,14 @@ def open_side(source: str, load_tokenizer: Callable[[str], Any]) -> Side:
         from_files = GenerationConfig.from_pretrained(folder) if has_settings else None
         generation = from_files or GenerationConfig.from_model_config(whole)
     except UNLOADABLE as error:
-        raise ValueError(f"{source}: its configuration cannot be read: {first_line(error)}") from error
+        raise ValueError(f"{source}: the configuration cannot be read: {first_line(error)}") from error
     if not isinstance(getattr(config, "vocab_size", None), int):
-        raise ValueError(f"{source}: its configuration, of type {config.model_type!r}, has no vocab_size")
+        raise ValueError(f"{source}: the configuration of type {config.model_type!r} has no vocab_size")
     shapes = header_shapes(weight_files(folder)) if any(folder.glob(WEIGHTS)) else {}
     try:
         rows, head_rows = _rows(whole, shapes)
     except UNLOADABLE as error:
-        raise ValueError(f"{source}: its configuration makes no model: {first_line(error)}") from error
+        raise ValueError(f"{source}: no model can be built from the configuration: {first_line(error)}") from error
     fault = "" if find_local(source) is None else weights_fault(folder)
     return Side(source, folder, config, generation, tokenizer, rows, head_rows, manifest, fault)
 

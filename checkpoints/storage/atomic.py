@@ -25,7 +25,7 @@ def atomic_file(path: Path) -> Iterator[IO[bytes]]:
     Its folder is created, and leftovers of interrupted writers there are removed. Errors name the file.
     """
     check_writable(path)
-    with _unfinished(path) as unfinished, errors_named(path):
+    with _temporary_path(path) as unfinished, name_errors(path):
         with unfinished.open("wb+") as out:
             yield out
             finish_file(out)
@@ -52,7 +52,7 @@ def check_writable(path: Path, *, folder: bool = False) -> None:
         with TemporaryFile(dir=above):
             pass
     except OSError as error:
-        raise ValueError(f"nothing can be written at {path}: {above}: {error.strerror}") from error
+        raise ValueError(f"{path} is not writable: {above}: {error.strerror}") from error
 
 
 @contextmanager
@@ -63,7 +63,7 @@ def atomic_dir(out: Path) -> Iterator[Path]:
     the last one wins.
     """
     out = out.resolve()  # a link to a folder stays a link
-    with _unfinished(out) as unfinished:
+    with _temporary_path(out) as unfinished:
         unfinished.mkdir()
         yield unfinished
         mode = unfinished.stat().st_mode & 0o666
@@ -75,7 +75,7 @@ def atomic_dir(out: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def _unfinished(path: Path) -> Iterator[Path]:
+def _temporary_path(path: Path) -> Iterator[Path]:
     """Yield a temporary name next to `path`, locked during the block; what was written there is removed at the end."""
     path.parent.mkdir(parents=True, exist_ok=True)
     _clear_leftovers(path.parent)
@@ -88,33 +88,33 @@ def _unfinished(path: Path) -> Iterator[Path]:
 
 
 def _put_in_place(new: Path, out: Path) -> None:
-    aside = new.with_suffix(".old")
-    with _locked(out.parent):
+    former = new.with_suffix(".old")
+    with _lock_folder(out.parent):
         if out.exists():
-            out.rename(aside)
+            out.rename(former)
         try:
             new.rename(out)
         except OSError:
             with suppress(OSError):
-                aside.rename(out)
+                former.rename(out)
             raise
     sync(out.parent)
-    remove(aside)
+    remove(former)
 
 
 def _clear_leftovers(folder: Path) -> None:
     """Remove leftovers of interrupted writers in a folder, and restore what they had renamed."""
     with suppress(OSError):
         for name in os.listdir(folder):
-            if found := _UNFINISHED.fullmatch(name):
-                with suppress(ValueError, OSError), locked(folder / f"{found[1]}.saving") as is_certain:
+            if match := _UNFINISHED.fullmatch(name):
+                with suppress(ValueError, OSError), locked(folder / f"{match[1]}.saving") as is_certain:
                     if is_certain:  # otherwise it may be in use
-                        _clear(folder / name, folder / found["name"])
+                        _clear(folder / name, folder / match["name"])
 
 
 def _clear(path: Path, out: Path) -> None:
     if path.suffix == ".old":
-        with _locked(path.parent), suppress(FileNotFoundError):
+        with _lock_folder(path.parent), suppress(FileNotFoundError):
             if not out.exists():
                 path.rename(out)  # its writer was interrupted between two renames
     if path.suffix != ".lock":  # a lock file is deleted with its lock
@@ -130,7 +130,7 @@ def remove(path: Path) -> None:
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
+def _lock_folder(folder: Path) -> Iterator[None]:
     """Lock a folder, if the file system has locks; they are released when a process ends."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -159,17 +159,17 @@ def finish_file(out: IO[bytes]) -> None:
 def append_line(file: IO[bytes], line: bytes) -> None:
     """Write a line to the end of an unbuffered file, or nothing of it if the disk is full."""
     start = file.seek(0, os.SEEK_END)
-    left = line + b"\n"
+    rest = line + b"\n"
     try:
-        while left:
-            left = left[file.write(left) :]
+        while rest:
+            rest = rest[file.write(rest) :]
     except OSError:
         file.truncate(start)
         raise
 
 
 @contextmanager
-def errors_named(path: Path) -> Iterator[None]:
+def name_errors(path: Path) -> Iterator[None]:
     """Add the file name to errors of writing, which lack it."""
     try:
         yield

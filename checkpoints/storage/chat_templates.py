@@ -33,17 +33,17 @@ def render_chat(
     """
     from jinja2 import TemplateError
 
-    given = dict(options or {})
+    variables = dict(options or {})
     try:
-        today = date.fromisoformat(str(given.pop("date", _DATE)))
+        today = date.fromisoformat(str(variables.pop("date", _DATE)))
         source = tokenizer.get_chat_template(tools=tools or None)
         text = tokenizer.apply_chat_template(
             list(messages),
             tools=tools or None,
-            chat_template=_TODAY.sub(lambda found: repr(today.strftime(found[2])), source),
+            chat_template=_TODAY.sub(lambda match: repr(today.strftime(match[2])), source),
             tokenize=False,
             add_generation_prompt=prompt,
-            **{"date_string": f"{today:%d %b %Y}"} | given,
+            **{"date_string": f"{today:%d %b %Y}"} | variables,
         )
     except (TemplateError, *_FAULTS) as error:
         raise ValueError(f"the chat template cannot be rendered: {str(error) or type(error).__name__}") from error

@@ -27,7 +27,7 @@ def check_tokens(ids_R: Tensor, vocab: int) -> None:
     """Raise ValueError if ids are not ascending or outside the vocabulary."""
     whole = ids_R.dim() == 1 and not ids_R.is_floating_point() and len(ids_R) > 0
     if not whole or int(ids_R[0]) < 0 or int(ids_R[-1]) >= vocab or not bool((ids_R.diff() > 0).all()):
-        raise ValueError(f"tokens of a draft vocabulary must rise from 0 or more to less than {vocab}")
+        raise ValueError(f"tokens of a draft vocabulary must be ascending and in 0 to {vocab - 1}")
 
 
 def write_vocabulary(ids_R: Tensor | None, folder: Path) -> None:
@@ -42,13 +42,13 @@ def read_vocabulary(folder: Path, vocab: int) -> Tensor | None:
     if not path.is_file():
         return None
     try:
-        found = load_file(path)
-        if set(found) != {TOKENS}:
-            raise ValueError(f"it holds {', '.join(sorted(found))}, expected {TOKENS}")
-        check_tokens(found[TOKENS], vocab)
+        tensors = load_file(path)
+        if set(tensors) != {TOKENS}:
+            raise ValueError(f"it contains {', '.join(sorted(tensors))}, expected {TOKENS}")
+        check_tokens(tensors[TOKENS], vocab)
     except (ValueError, *UNREADABLE) as error:
         raise ValueError(f"{path}: {first_line(error)}") from error
-    return found[TOKENS]
+    return tensors[TOKENS]
 
 
 def widen(logits_XR: Tensor, ids_R: Tensor, vocab: int, other: float = -torch.inf) -> Tensor:
@@ -59,5 +59,5 @@ def widen(logits_XR: Tensor, ids_R: Tensor, vocab: int, other: float = -torch.in
 
 def mask_token(config: Any) -> int | None:
     """Return the mask token of a drafter with parallel drafting by the keys of engines; None for other drafters."""
-    found = (getattr(config, name, None) for name in (MASK_TOKEN, "mask_token_id"))
-    return next((int(token) for token in found if token is not None), None)
+    tokens = (getattr(config, name, None) for name in (MASK_TOKEN, "mask_token_id"))
+    return next((int(token) for token in tokens if token is not None), None)

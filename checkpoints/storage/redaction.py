@@ -56,10 +56,10 @@ def without_secrets(value: Any, secret: bool = False) -> Any:
     return (REDACTED if secret and value else redacted(value)) if isinstance(value, str) else value
 
 
-def redacted_words(words: Iterable[str]) -> list[str]:
+def redact_arguments(arguments: Iterable[str]) -> list[str]:
     """Redact command-line words, including the whole value of `key=value` and `--key value` for keys of secrets."""
     cleaned, hide_next = list[str](), False
-    for word in words:
+    for word in arguments:
         key, equals, value = word.partition("=")
         secret = is_secret(key.lstrip("-").replace("-", "_"))
         if hide_next and not word.startswith("-"):

@@ -39,7 +39,7 @@ def parse_json(text: str) -> dict[str, Any]:
     except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"it is not JSON: {error}") from error
     if not isinstance(values, dict):
-        raise ValueError(f"it holds a JSON {type(values).__name__}, expected an object")
+        raise ValueError(f"it contains a JSON {type(values).__name__}, expected an object")
     return values
 
 
@@ -60,36 +60,36 @@ class OtherSchemaError(ValueError):
 
 def read_document(path: Path, schema: int, command: str) -> dict[str, Any]:
     """Return a command's JSON document with this schema number. Raises ValueError, naming the file."""
-    found = load_json(path, "schema")
-    if found["schema"] != schema:
-        raise OtherSchemaError(f"{path} has schema {brief(found['schema'])}, expected {schema}: `{command}` writes it")
-    return found
+    document = load_json(path, "schema")
+    if document["schema"] != schema:
+        raise OtherSchemaError(f"{path} has schema {brief(document['schema'])}, expected {schema}: run `{command}`")
+    return document
 
 
 def read_text(path: Path) -> str:
     """Return the text of a file. Raises ValueError if it is not a regular file or not UTF-8."""
     if path.exists() and not path.is_file():
-        raise ValueError("it is no regular file")
+        raise ValueError("it is not a regular file")
     content = path.read_bytes()
     try:
         return content.decode()
     except UnicodeDecodeError as error:
         line = content[: error.start].count(b"\n") + 1
-        raise ValueError(f"it is not UTF-8 text: line {line}") from error
+        raise ValueError(f"it is not UTF-8 text (line {line})") from error
 
 
-def shards_of(index: Path, wanted: Callable[[str], bool] = lambda tensor: True) -> dict[str, str]:
-    """Return the safetensors files by tensor of an index, for tensors whose name is `wanted`.
+def shards_of(index: Path, is_selected: Callable[[str], bool] = lambda tensor: True) -> dict[str, str]:
+    """Return the safetensors files by tensor of an index, for tensors whose name is `is_selected`.
 
     Raises ValueError: it is not an index, or names other files than safetensors in its folder.
     """
     files = read_json(index).get("weight_map")
     if not isinstance(files, dict):
         raise ValueError(f"{index}: it has no weight_map of tensors to files")
-    files = {tensor: name for tensor, name in files.items() if wanted(tensor)}
+    files = {tensor: name for tensor, name in files.items() if is_selected(tensor)}
     for name in files.values():
         if not isinstance(name, str) or name_fault(name) is not None or not name.endswith(".safetensors"):
-            raise ValueError(f"{index} names the file {name!r}, expected a .safetensors file in its folder")
+            raise ValueError(f"{index} lists the file {name!r}, expected a .safetensors file in its folder")
     return files
 
 
@@ -106,8 +106,8 @@ def file_hash(path: Path) -> str:
 
 @lru_cache(maxsize=1 << 14)
 def _hash_once(path: Path, *state: int) -> str:
-    with path.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def file_entry(path: Path) -> dict[str, Any]:
@@ -135,10 +135,10 @@ def copy_files(folder: Path, out: Path, patterns: Iterable[str]) -> None:
 def check_safetensors(path: Path) -> dict[str, tuple[str, list[int]]]:
     """Return names, dtypes and shapes of the tensors in a file. Raises ValueError, naming it, if it is damaged."""
     try:
-        with safe_open(path, framework="np") as opened:
-            parts = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (not a dictionary)
+        with safe_open(path, framework="np") as file:
+            parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a dictionary)
             return {name: (str(part.get_dtype()), list(part.get_shape())) for name, part in parts.items()}
     except SafetensorError as error:
-        raise ValueError(f"{path}: it is not a safetensors file, or not the whole of one: {error}") from error
+        raise ValueError(f"{path}: it is not a complete safetensors file: {error}") from error
     except (OSError, ValueError) as error:
         raise ValueError(f"{path}: {first_line(error)}") from error

@@ -82,9 +82,7 @@ def check_counts(keys_P: NDArray[Any], counts_P: NDArray[Any], vocab_size: int) 
     worst = int(counts_P.argmax())
     if int(counts_P[worst]) > MAX_COUNT:
         left, right = divmod(int(keys_P[worst]), vocab_size)
-        raise ValueError(
-            f"the pair ({left}, {right}) was seen {int(counts_P[worst])} times; a table holds counts up to {MAX_COUNT}"
-        )
+        raise ValueError(f"the pair ({left}, {right}) has the count {int(counts_P[worst])}, maximum {MAX_COUNT}")
 
 
 def write_array(out: IO[bytes], array: NDArray[Any]) -> None:

@@ -31,9 +31,9 @@ def check_documents(tokens_T: NDArray[Any], starts_D: NDArray[Any], vocab_size: 
     size = len(tokens_T) if tokens_T.ndim == 1 else -1
     if size < 0 or (size and tokens_T.dtype.kind not in "iu"):
         shape = f"{tokens_T.dtype} {list(tokens_T.shape)}"
-        raise ValueError(f"document {first} and those after it are {shape}, expected one dimension of integers")
+        raise ValueError(f"documents from {first} on are {shape}, expected one dimension of integers")
     if (size and not len(starts_D)) or (len(starts_D) and (starts_D[0] != 0 or starts_D[-1] > size)):
-        raise ValueError(f"{len(starts_D)} documents start at {starts_D[:1]} to {starts_D[-1:]} in {size} tokens")
+        raise ValueError(f"document starts must be in 0 to {size}, the first 0, got {starts_D[:1]} to {starts_D[-1:]}")
     if not size:
         return
     # Negative numbers are large as unsigned ones, so that one pass finds both.
@@ -41,7 +41,7 @@ def check_documents(tokens_T: NDArray[Any], starts_D: NDArray[Any], vocab_size: 
     if int(unsigned_T.max()) >= vocab_size:
         index = int(np.flatnonzero(unsigned_T >= vocab_size)[0])
         document = first + int(np.searchsorted(starts_D, index, side="right")) - 1
-        raise ValueError(f"document {document} holds token {tokens_T[index]}; the vocabulary has {vocab_size} tokens")
+        raise ValueError(f"document {document} has token {tokens_T[index]}, but the vocabulary has {vocab_size} tokens")
 
 
 def inner_ends(starts_D: NDArray[Any], size: int) -> Ints:
@@ -98,22 +98,22 @@ def merge_runs(runs: Iterable[tuple[Any, Any]], vocab_size: int, chunk: int = 1 
     dtype = key_dtype(vocab_size)
     sides = [run for run in runs if len(run[0])]
     starts = [0] * len(sides)
-    left = sum(len(keys) for keys, _ in sides)
-    while left:
-        size = min(chunk, left)
+    remaining = sum(len(keys) for keys, _ in sides)
+    while remaining:
+        size = min(chunk, remaining)
         windows = []
         for number, ((keys, _), start) in enumerate(zip(sides, starts, strict=True)):
-            if quota := -(-size * (len(keys) - start) // left):
+            if quota := -(-size * (len(keys) - start) // remaining):
                 windows.append((number, keys[start : start + quota]))
         # Up to the smallest of the windows' last keys, the windows hold all entries of the runs.
         pivot = min(keys_P[-1] for _, keys_P in windows)
         parts = []
         for number, keys_P in windows:
-            start, taken = starts[number], int(np.searchsorted(keys_P, pivot, side="right"))
-            if taken:
-                parts.append((keys_P[:taken], np.asarray(sides[number][1][start : start + taken])))
-                starts[number] += taken
-                left -= taken
+            start, count = starts[number], int(np.searchsorted(keys_P, pivot, side="right"))
+            if count:
+                parts.append((keys_P[:count], np.asarray(sides[number][1][start : start + count])))
+                starts[number] += count
+                remaining -= count
         yield _merged(parts, dtype)
 
 

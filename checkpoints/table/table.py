@@ -69,15 +69,15 @@ class BigramTable:
     def read(cls, path: Path, prefix: str = "") -> BigramTable:
         """Read a table from a safetensors file whose tensor names start with `prefix`."""
         if not path.is_file():
-            raise ValueError(f"there is no table at {path}")
+            raise ValueError(f"{path} does not exist")
         try:
             with safe_open(path, framework="pt") as file:
                 names = set(file.keys())
                 tensors = {name: file.get_tensor(prefix + name) for name in TENSORS if prefix + name in names}
                 vocab_size = (file.metadata() or {}).get(f"{prefix}vocab_size")
         except UNREADABLE as error:
-            held = f"{path.stat().st_size} bytes"
-            raise ValueError(f"{path} ({held}) is not a safetensors file, or not the whole of one: {error}") from error
+            size = f"{path.stat().st_size} bytes"
+            raise ValueError(f"{path} ({size}) is not a complete safetensors file: {error}") from error
         if missing := sorted(TENSORS.keys() - tensors):
             raise ValueError(f"{path} is not a table: it lacks {', '.join(missing)}")
         for name, tensor in tensors.items():
@@ -89,7 +89,7 @@ class BigramTable:
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
         if vocab_size != str(table.vocab_size):
-            raise ValueError(f"{path}: its metadata has {vocab_size} tokens, its unigram counts {table.vocab_size}")
+            raise ValueError(f"{path}: the metadata has {vocab_size} tokens, the unigrams {table.vocab_size}")
         return table
 
     @classmethod
@@ -211,7 +211,7 @@ def _check_csr(row_ptr: NDArray[Any], col_E: NDArray[Any], count_E: NDArray[Any]
     for name, values, least, most in ranges:
         if len(values) and (int(values.min()) < least or (most is not None and int(values.max()) > most)):
             expected = f"at least {least}" if most is None else f"{least} to {most}"
-            raise ValueError(f"{name} holds {int(values.min())} to {int(values.max())}, expected {expected}")
+            raise ValueError(f"{name} must be {expected}, got {int(values.min())} to {int(values.max())}")
     # Columns may only decrease at row starts, so that few positions need a search.
     falls = np.flatnonzero(col_E[1:] <= col_E[:-1]) + 1
     inside = falls[row_ptr[np.searchsorted(row_ptr, falls)] != falls]
@@ -241,9 +241,9 @@ class Correlation:
     """
 
     def __init__(self, table: BigramTable, device: torch.device, add_k: float) -> None:
-        narrow = table.vocab_size <= _NARROW_VOCAB
-        self._dtype = torch.int32 if narrow else torch.int64
-        self._offset, self._vocab_size = 2**31 if narrow else 0, table.vocab_size
+        is_small = table.vocab_size <= _NARROW_VOCAB
+        self._dtype = torch.int32 if is_small else torch.int64
+        self._offset, self._vocab_size = 2**31 if is_small else 0, table.vocab_size
         self._left_V: Tensor | None = None
         self._right_V: Tensor | None = None
         weight, spread_V = _pseudo_counts(table, 0.0, add_k)

@@ -86,11 +86,11 @@ class TextStore:
             tensors = load_file(path)
             ids_T, places_N = tensors["ids"], tensors["places"]
         except (KeyError, *UNREADABLE) as error:
-            raise ValueError(f"{path} holds no texts: {first_line(error)}") from error
+            raise ValueError(f"{path} contains no texts: {first_line(error)}") from error
         ranges = (("ids", ids_T, _BETWEEN, vocab_size - 1), ("places", places_N, CONTEXT, len(ids_T) - 1 - CONTEXT))
         for name, array, least, most in ranges:
             if array.dtype != np.int32 or array.ndim != 1:
                 raise ValueError(f"{path}: {name} must be one dimension of int32")
             if len(array) and not (least <= int(array.min()) and int(array.max()) <= most):
-                raise ValueError(f"{path}: {name} reach from {array.min()} to {array.max()}, not {least} to {most}")
+                raise ValueError(f"{path}: {name} must be in {least} to {most}, got {array.min()} to {array.max()}")
         return cls(ids_T, places_N)

@@ -54,7 +54,7 @@ def _kind_faults(directory: Path, manifest: Manifest) -> list[str]:
     if manifest.shapes.get("architecture") == "eagle3":
         form = "model"
     lacking = [" or ".join(names) for names in _NEEDED[form] if not files & set(names)]
-    return [f"{directory} lacks {name}, which a {manifest.role} artifact needs" for name in lacking]
+    return [f"{directory} lacks {name}, which a {manifest.role} artifact requires" for name in lacking]
 
 
 def _unreadable(directory: Path, manifest: Manifest) -> list[str]:
@@ -65,11 +65,11 @@ def _unreadable(directory: Path, manifest: Manifest) -> list[str]:
             continue  # reported by `file_faults`
         try:
             if name.endswith(".safetensors"):
-                faults += _not_finite(path)
+                faults += _find_non_finite(path)
             if name.endswith(".safetensors.index.json"):
-                shards, within = sorted(set(shards_of(path).values())), PurePosixPath(name).parent
-                gone = [shard for shard in shards if str(within / shard) not in manifest.files]
-                faults += [f"{path} names {shard!r}, which is not there" for shard in gone]
+                shards, folder = sorted(set(shards_of(path).values())), PurePosixPath(name).parent
+                missing = [shard for shard in shards if str(folder / shard) not in manifest.files]
+                faults += [f"{path} lists {shard!r}, which is missing" for shard in missing]
         except ValueError as error:
             faults.append(first_line(error))
         except UNREADABLE as error:
@@ -77,14 +77,14 @@ def _unreadable(directory: Path, manifest: Manifest) -> list[str]:
     return faults
 
 
-def _not_finite(path: Path) -> list[str]:
+def _find_non_finite(path: Path) -> list[str]:
     """Return a fault if tensors hold NaN or infinite values."""
     floats = [name for name, (dtype, _) in check_safetensors(path).items() if dtype in _FLOATS]
     if not floats:
         return []  # tables are read without torch
-    with safe_open(path, framework="pt") as opened:
-        wrong = [name for name in floats if not _is_finite(opened.get_tensor(name))]
-    return [f"{path} holds {_some_tensors(wrong)} with numbers that are NaN or infinite"] if wrong else []
+    with safe_open(path, framework="pt") as file:
+        wrong = [name for name in floats if not _is_finite(file.get_tensor(name))]
+    return [f"{path} contains {_some_tensors(wrong)} with NaN or infinite values"] if wrong else []
 
 
 def _is_finite(tensor: Tensor) -> bool:
@@ -92,7 +92,6 @@ def _is_finite(tensor: Tensor) -> bool:
 
 
 def _tensor_faults(directory: Path, manifest: Manifest) -> list[str]:
-    """Return faults of the tensors of heads and tables."""
     if manifest.kind in ("drafter", "target") or (manifest.export is not None and not manifest.export["native"]):
         return []
     try:
@@ -140,7 +139,7 @@ def _table_faults(path: Path, vocab_size: int) -> Iterator[str]:
     if table.vocab_size != vocab_size:
         yield f"{path} has {table.vocab_size:,} tokens, expected {vocab_size:,}"
     if extra := sorted(set(stored) - set(TENSORS)):
-        yield f"{path} holds {', '.join(extra)}, which no table has"
+        yield f"{path} contains {', '.join(extra)}, expected only the tensors of a table"
     try:
         TextStore.load(path.parent, vocab_size)
     except ValueError as error:

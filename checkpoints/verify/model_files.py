@@ -45,14 +45,14 @@ UNLOADABLE = (
 """Errors of building a model from invalid files."""
 _WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _PICKLES = (
-    "pickled weights are not read: convert them where you trust them (load them with transformers or peft, then "
-    f"`save_pretrained`), or set {UNPICKLE}=1, with which they are read by `weights_only=True`"
+    f"pickled weights are not read: convert them with `save_pretrained`, or set {UNPICKLE}=1 to read them with "
+    "`weights_only=True`"
 )
 _QUIET = {"_raise_exceptions_for_missing_entries": False}
 
 
 @contextmanager
-def quietly() -> Iterator[None]:
+def silence_transformers() -> Iterator[None]:
     """Disable progress bars and warnings of transformers within the context."""
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
@@ -92,7 +92,7 @@ def _check_room(folder: Path, config: Any, dtype: Any) -> None:
     width = (getattr(torch, named) if isinstance(named, str) else named or torch.float32).itemsize
     bound = sum(file.stat().st_size for file in folder.glob("*.safetensors")) * width / 2
     if not 0 < bound < psutil.virtual_memory().available:
-        check_memory(config, width, "take a narrower dtype, such as bfloat16, or a smaller model")
+        check_memory(config, width, "use a smaller dtype, such as bfloat16, or a smaller model")
 
 
 def check_memory(config: Any, width: int, remedy: str) -> None:
@@ -102,7 +102,7 @@ def check_memory(config: Any, width: int, remedy: str) -> None:
     free = psutil.virtual_memory().available
     if count * width > free:
         raise ValueError(
-            f"{count:,} parameters need {width} bytes each, {gigabytes(count * width)} of memory, and "
+            f"{count:,} parameters of {width} bytes require {gigabytes(count * width)} of memory, but "
             f"{gigabytes(free)} are free: {remedy}"
         )
 
@@ -117,7 +117,7 @@ def with_adapter(folder: Path, load: Callable[[str], PreTrainedModel], *, merged
     try:
         from peft import PeftModel
     except ImportError as error:
-        raise ValueError(f"{folder} holds a LoRA adapter, which needs peft: {install_hint('train')}") from error
+        raise ValueError(f"{folder} contains a LoRA adapter, which requires peft: {install_hint('train')}") from error
     base = base_of(folder)
     try:
         only_safetensors(str(folder))
@@ -130,20 +130,20 @@ def with_adapter(folder: Path, load: Callable[[str], PreTrainedModel], *, merged
         _untie(whole)
         return (model.merge_and_unload() if merged else model).eval()
     except UNLOADABLE as error:
-        why = reason(str(folder), error)
-        raise ValueError(f"the adapter in {folder} does not fit the model {base!r}: {why}") from error
+        reason_text = reason(str(folder), error)
+        raise ValueError(f"the adapter in {folder} does not fit the model {base!r}: {reason_text}") from error
 
 
 def _check_rows(folder: Path, base: str, model: PreTrainedModel) -> None:
     """Raise ValueError if an adapter holds embeddings or an output projection for another number of tokens."""
-    have, path = len(model.get_input_embeddings().weight), folder / ADAPTER_FILE
+    rows, path = len(model.get_input_embeddings().weight), folder / ADAPTER_FILE
     layers = {name.removesuffix(".weight") for name in names_of_embeddings(model)[:2]}
     ends = tuple(f".{layer}{end}" for layer in layers for end in (".weight", ".lora_B.weight"))
     for name, (_, shape) in (check_safetensors(path) if path.is_file() else {}).items():
-        if name.endswith(ends) and shape[0] != have:
+        if name.endswith(ends) and shape[0] != rows:
             raise ValueError(
-                f"the adapter in {folder} is for {shape[0]:,} tokens ({name}), the model {base!r} has {have:,}: save a "
-                f"copy of the model after `model.resize_token_embeddings({shape[0]})`, and name that copy as "
+                f"the adapter in {folder} has {shape[0]:,} tokens ({name}), but the model {base!r} has {rows:,}: save "
+                f"a copy of the model after `model.resize_token_embeddings({shape[0]})`, and set it as "
                 f"base_model_name_or_path in {folder / ADAPTER_CONFIG}"
             )
 
@@ -160,10 +160,10 @@ def _untie(model: PreTrainedModel) -> None:
 def load_whole(kind: Any, source: str | Path, **settings: Any) -> PreTrainedModel:
     """Call `kind.from_pretrained`, and raise ValueError if the files lack weights; see also `UNLOADABLE`."""
     model: PreTrainedModel
-    model, found = kind.from_pretrained(source, output_loading_info=True, **settings)
-    if lacking := sorted(found["missing_keys"]):
+    model, report = kind.from_pretrained(source, output_loading_info=True, **settings)
+    if lacking := sorted(report["missing_keys"]):
         more = f" and {len(lacking) - 1:,} more" if len(lacking) > 1 else ""
-        raise ValueError(f"its files lack {lacking[0]}{more}, for which there would be random numbers")
+        raise ValueError(f"the weights {lacking[0]}{more} are missing from its files")
     return model
 
 
@@ -181,13 +181,13 @@ def is_adapter(folder: Path) -> bool:
 
 def load_config(source: str | Path) -> Any:
     """Load a model's configuration. Raises ValueError if there is none, or it is not one of a model."""
-    place = model_source(str(source), weights=False)
+    location = model_source(str(source), weights=False)
     try:
-        return AutoConfig.from_pretrained(place, trust_remote_code=False)
+        return AutoConfig.from_pretrained(location, trust_remote_code=False)
     except UNLOADABLE as error:
         kind = other_kind(Path(source))
-        why = f"it holds {kind}" if kind else reason(str(source), error)
-        raise ValueError(f"no language model could be loaded from {str(source)!r}: {why}") from error
+        reason_text = f"it contains {kind}" if kind else reason(str(source), error)
+        raise ValueError(f"no language model could be loaded from {str(source)!r}: {reason_text}") from error
 
 
 def base_of(folder: Path) -> str:
@@ -196,9 +196,9 @@ def base_of(folder: Path) -> str:
     settings = read_json(path)
     base = adapter_base(settings)
     if base is None or Path(base).resolve() == folder.resolve():
-        raise ValueError(f"{path} names no model for the adapter, got {settings.get('base_model_name_or_path')!r}")
+        raise ValueError(f"base_model_name_or_path in {path} must be the adapter's base model, got {base!r}")
     if is_adapter(Path(base)):
-        raise ValueError(f"{path} names {base!r}, an adapter itself: merge that one into its model")
+        raise ValueError(f"{path} refers to {base!r}, which is itself an adapter: merge that one into its model")
     return base
 
 
@@ -211,7 +211,7 @@ def only_safetensors(source: str) -> bool | None:
         return None
     lenient = _QUIET | {"_raise_exceptions_for_gated_repo": False, "_raise_exceptions_for_connection_errors": False}
     if cached_file(source, ADAPTER_CONFIG, **lenient) and not cached_file(source, ADAPTER_FILE, **lenient):
-        raise ValueError(f"there is no {ADAPTER_FILE}; {_PICKLES}")
+        raise ValueError(f"{ADAPTER_FILE} is missing; {_PICKLES}")
     if (index := cached_file(source, _INDEX, **lenient)) is not None:
         shards_of(Path(index))
     return True
@@ -221,13 +221,13 @@ def weights_fault(folder: Path) -> str:
     """Return why the weights in a folder cannot be loaded, or nothing."""
     if any(folder.glob("*.safetensors")) or (pickles_allowed() and any(folder.glob("*.bin"))):
         return ""
-    return f"there are no safetensors weights; {_PICKLES}"
+    return f"safetensors weights are missing; {_PICKLES}"
 
 
 def reason(source: str, error: Exception) -> str:
     """Return in one line why a model could not be loaded, with a remedy for pickled weights."""
     if isinstance(error, UnpicklingError):  # torch's message recommends unsafe loading
-        return "its pickled weights hold more than tensors, or are damaged; they were not loaded"
+        return "its pickled weights are damaged or contain more than tensors, and were not loaded"
     if isinstance(error, OSError) and not Path(source).is_dir() and (away := out_of_reach()):
         return away
     is_missing = isinstance(error, OSError) and "safetensors" in str(error) and not pickles_allowed()
@@ -237,8 +237,8 @@ def reason(source: str, error: Exception) -> str:
 def names_of_embeddings(model: PreTrainedModel) -> tuple[str, str, str | None]:
     """Return the names of a model's token embeddings, output projection (the same if tied) and its bias."""
     head = model.get_output_embeddings()
-    wanted = (model.get_input_embeddings().weight, head.weight, getattr(head, "bias", None))
-    names = [next((name for name, one in model.named_parameters() if one is weight), None) for weight in wanted]
+    weights = (model.get_input_embeddings().weight, head.weight, getattr(head, "bias", None))
+    names = [next((name for name, one in model.named_parameters() if one is weight), None) for weight in weights]
     assert names[0] is not None
     assert names[1] is not None
     return names[0], names[1], names[2]
@@ -252,14 +252,14 @@ def read_tensor(source: str, name: str, prefix: str = "") -> Tensor | None:
     names = (name, name.removeprefix(prefix))
     path = cached_file(source, _WHOLE, **_QUIET)
     if path is None and (index := cached_file(source, _INDEX, **_QUIET)) is not None:
-        shards = shards_of(Path(index), wanted=names.__contains__)
+        shards = shards_of(Path(index), is_selected=names.__contains__)
         path = cached_file(source, next(iter(shards.values())), **_QUIET) if shards else None
     if path is None:
         return None
     try:
-        with safe_open(path, framework="pt") as opened:
-            stored = set(opened.keys())
-            tensor = next((opened.get_tensor(each) for each in names if each in stored), None)
+        with safe_open(path, framework="pt") as file:
+            stored = set(file.keys())
+            tensor = next((file.get_tensor(each) for each in names if each in stored), None)
     except SafetensorError as error:
         raise ValueError(f"{path} is not a safetensors file: {error}") from error
     return tensor if tensor is not None and tensor.is_floating_point() else None

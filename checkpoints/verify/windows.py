@@ -19,7 +19,7 @@ def sliding_window(config: Any) -> int | None:
 def windows(config: Any) -> tuple[int | None, ...]:
     """Return each layer's window; None for layers that attend to all tokens, or all within `position_limit`."""
     window = sliding_window(config)
-    if window is None or not _slides(config):
+    if window is None or not _has_sliding_window(config):
         return (None,) * config.num_hidden_layers
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
@@ -31,7 +31,7 @@ def position_limit(config: Any) -> int | None:
     Unsupported windows and chunks of attention limit it, and LongRoPE's change to its long factors: keys that were
     cached before have the short ones.
     """
-    window = None if _slides(config) else sliding_window(config)
+    window = None if _has_sliding_window(config) else sliding_window(config)
     names = ["max_position_embeddings", "max_seq_len", "attention_chunk_size"]
     rope = getattr(config, "rope_parameters", None) or {}
     ropes = [each for each in (rope, *rope.values()) if isinstance(each, dict) and each.get("rope_type") == "longrope"]
@@ -40,5 +40,5 @@ def position_limit(config: Any) -> int | None:
     return min((limit for limit in limits if limit), default=None)
 
 
-def _slides(config: Any) -> bool:
+def _has_sliding_window(config: Any) -> bool:
     return config.model_type in _SLIDING and (sliding_window(config) or 0) >= _LEAST

@@ -50,7 +50,7 @@ class Batch(NamedTuple):
 def pack_best_fit(lengths: Sequence[int], block_tokens: int) -> list[list[int]]:
     """Return the documents of each block by best fit in descending order of length."""
     if lengths and max(lengths) > block_tokens:
-        raise ValueError(f"a document has {max(lengths)} tokens, a block only {block_tokens}")
+        raise ValueError(f"a document has {max(lengths)} tokens, but a block only {block_tokens}")
     blocks: list[list[int]] = []
     open_by_space: list[list[int]] = [[] for _ in range(block_tokens + 1)]
     spaces = 0  # bit r is set if a block with r free tokens exists, so that the best fit is a bit operation

@@ -19,7 +19,7 @@ import numpy as np
 
 from ...checkpoints.storage.atomic import atomic_dir
 from ...checkpoints.storage.safe_read import file_hash, load_json
-from ..conversations import Conversation, rarely_collected
+from ..conversations import Conversation, collect_rarely
 from ..rendering.render import Rendered, Renderer, RenderReport
 from ..rendering.templates import Template
 from .packing import Batch, Document, global_batch, make_batch, pack
@@ -53,9 +53,9 @@ def prepare(
     """
     out, rows = Path(out_dir), 0
     if out.exists() and not (out / MANIFEST).is_file() and not (out.is_dir() and not any(out.iterdir())):
-        raise ValueError(f"{out} contains other files than prepared data; choose another folder or empty it")
+        raise ValueError(f"{out} contains files that are not prepared data: choose another folder")
 
-    def counted() -> Iterator[Conversation]:
+    def count_rows() -> Iterator[Conversation]:
         nonlocal rows
         for conversation in conversations:
             yield conversation
@@ -67,14 +67,11 @@ def prepare(
         report = RenderReport()
         writer = _Writer(folder, 1 + max(tokenizer.get_vocab().values()))
         render = Renderer(template, tokenizer, block_tokens, last_turn_only=last_turn_only)
-        with rarely_collected():
-            for document in render(counted(), report):
+        with collect_rarely():
+            for document in render(count_rows(), report):
                 writer.add(document)
         if not writer.trained:
-            raise ValueError(
-                f"nothing to train on: {rows} conversations gave {len(writer.lengths)} documents with no trainable "
-                f"token of {writer.tokens} in blocks of {block_tokens}"
-            )
+            raise ValueError(f"no token is supervised: {rows} conversations, blocks of {block_tokens} tokens")
         if progress is not None:
             progress(rows, writer.tokens)
         counts = writer.finish(block_tokens, packing)
@@ -108,7 +105,7 @@ class PreparedData:
             raise ValueError(f"{directory} is not prepared data: {MANIFEST} is missing")
         manifest = load_json(manifest_file, "schema", "tokens", "documents", "blocks", "options", "padding_id")
         if manifest["schema"] != SCHEMA:
-            raise ValueError(f"{manifest_file}: schema {manifest['schema']}, expected {SCHEMA}; prepare again")
+            raise ValueError(f"{manifest_file}: schema {manifest['schema']}, expected {SCHEMA}: prepare the data again")
         arrays: dict[str, np.ndarray] = {}
         for name in _ARRAYS:
             path = directory / f"{name}.npy"
@@ -121,14 +118,14 @@ class PreparedData:
     def verify(self, vocab_size: int) -> None:
         """Compare the arrays with their hashes. Raises ValueError if one differs, or a token is unknown."""
         for name, written in self.manifest["sha256"].items():
-            if (found := file_hash(path := self.directory / f"{name}.npy")) != written:
+            if (digest := file_hash(path := self.directory / f"{name}.npy")) != written:
                 again = f"delete {self.directory} to prepare it again"
-                raise ValueError(f"{path} has the hash {found}, its {MANIFEST} says {written}: {again}")
+                raise ValueError(f"{path} has SHA-256 {digest}, but {MANIFEST} lists {written}: {again}")
         least, most = int(self._tokens.min()), int(self._tokens.max())
         if least < 0 or most >= vocab_size:
             raise ValueError(
-                f"{self.directory / 'tokens.npy'} has the token {least if least < 0 else most}, and the vocabulary has "
-                f"{vocab_size}, 0 to {vocab_size - 1}: it was prepared with another tokenizer"
+                f"{self.directory / 'tokens.npy'} has the token {least if least < 0 else most}, expected 0 to "
+                f"{vocab_size - 1}: prepare the data with the model's tokenizer"
             )
 
     def step_batch(self, step: int, batch_blocks: int, seed: int) -> tuple[np.ndarray, Batch]:
@@ -152,8 +149,8 @@ class PreparedData:
         counts = np.zeros(0, dtype=np.int64)
         for start in range(0, len(self._tokens), _BUFFER):
             part = slice(start, start + _BUFFER)
-            counted = self._tokens[part][self._trained[part] > 0] if trained else self._tokens[part]
-            more = np.bincount(counted, minlength=len(counts))
+            count_rows = self._tokens[part][self._trained[part] > 0] if trained else self._tokens[part]
+            more = np.bincount(count_rows, minlength=len(counts))
             more[: len(counts)] += counts
             counts = more
         return counts

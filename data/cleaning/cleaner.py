@@ -145,9 +145,9 @@ class Cleaner:
             dialogue = replace(dialogue, messages=(*dialogue.messages, ("assistant", dialogue.references[0])))
         bare = len(dialogue.messages) == 1 and dialogue.messages[0][0] == "text"
         # "system" is always known
-        messages = self._mapped((("system", dialogue.messages[0][1]),) if bare else dialogue.messages, changes)
+        messages = self._map_role((("system", dialogue.messages[0][1]),) if bare else dialogue.messages, changes)
         if self._rewrites:
-            messages = [(role, _like(text, self._rewritten(text, changes))) for role, text in messages]
+            messages = [(role, _copy_context_mark(text, self._rewrite(text, changes))) for role, text in messages]
         if bare:
             if _blank(messages[0][1]):
                 raise _DroppedError("empty")
@@ -157,7 +157,7 @@ class Cleaner:
             for role, text in self._whole_exchanges(messages, changes)
         ]
 
-    def _mapped(self, written: Iterable[tuple[Any, Any]], changes: set[str]) -> Messages:
+    def _map_role(self, written: Iterable[tuple[Any, Any]], changes: set[str]) -> Messages:
         messages: Messages = []
         known = self._roles
         for written_role, content in written:
@@ -170,7 +170,7 @@ class Cleaner:
             elif content is None:
                 messages.append((role, ""))
             elif isinstance(content, str):
-                text = _like(content, encodable(content))
+                text = _copy_context_mark(content, encodable(content))
                 if text != content:
                     changes.add("broken characters replaced")
                 tag = TOOL_TAGS.get(written_role.strip().lower()) if self._tools else None
@@ -183,7 +183,7 @@ class Cleaner:
                 raise _DroppedError("content is not text")
         return messages
 
-    def _rewritten(self, text: str, changes: set[str]) -> str:
+    def _rewrite(self, text: str, changes: set[str]) -> str:
         converted = html_to_markdown(text) if self.cleaning.html == "markdown" else text
         if converted != text:
             changes.add("HTML to Markdown")
@@ -194,12 +194,12 @@ class Cleaner:
 
     def _whole_exchanges(self, messages: Messages, changes: set[str]) -> Iterator[tuple[str, str]]:
         """Yield the messages of whole exchanges, after a system message with text."""
-        asked = [text for role, text in messages if role == "user" and not _blank(text)]
-        if asked and all(role in ("user", "system") for role, _ in messages):
+        questions = [text for role, text in messages if role == "user" and not _blank(text)]
+        if questions and all(role in ("user", "system") for role, _ in messages):
             if not self._questions:
                 raise _DroppedError("only questions")
             yield from (("system", text) for role, text in messages[:1] if role == "system" and not _blank(text))
-            yield from (("user", text) for text in asked)
+            yield from (("user", text) for text in questions)
             return
         runs = [(role, [text for _, text in run]) for role, run in groupby(messages, lambda message: message[0])]
         runs = [(role, _without_surplus(texts, changes)) for role, texts in _without_unknown(runs)]
@@ -208,7 +208,7 @@ class Cleaner:
             if _blank(texts[0]):
                 changes.add("empty messages cut")
             else:
-                yield "system", self._merged(texts, changes)
+                yield "system", self._merge(texts, changes)
         if runs and runs[0][0] == "assistant":  # it has no question
             changes.add("leading assistant turns cut")
             runs = runs[1:]
@@ -217,7 +217,7 @@ class Cleaner:
             runs = runs[:-1]
         if any(role != ("user", "assistant")[i % 2] for i, (role, _) in enumerate(runs)):
             raise _DroppedError("system message after the first turn")
-        merged = [self._merged(texts, changes) for _, texts in runs]
+        merged = [self._merge(texts, changes) for _, texts in runs]
         exchanges = [pair for pair in zip(merged[::2], merged[1::2], strict=True) if not any(map(_blank, pair))]
         if 2 * len(exchanges) < len(runs):
             changes.add("empty messages cut")
@@ -227,12 +227,12 @@ class Cleaner:
             yield "user", question
             yield "assistant", answer
 
-    def _merged(self, texts: list[str], changes: set[str]) -> str:
+    def _merge(self, texts: list[str], changes: set[str]) -> str:
         if len(texts) > 1:
             if self.cleaning.non_alternating == "drop":
                 raise _DroppedError("roles do not alternate")
             changes.add("neighbouring messages merged")
-        return _like(texts[-1], "\n\n".join(texts))
+        return _copy_context_mark(texts[-1], "\n\n".join(texts))
 
     def _check_whole(self, identity: str, turns: list[Turn]) -> None:
         """Drop a conversation by its contents; remember it if it is kept."""
@@ -249,38 +249,38 @@ class Cleaner:
             if language not in cleaning.languages:
                 raise _DroppedError(f"language {language}")
         if cleaning.contamination:
-            asked = [turn.text for turn in turns if turn.role == "user"] or [turns[0].text]
-            if any(map(self._evaluation.found_in, asked)):
+            texts = [turn.text for turn in turns if turn.role == "user"] or [turns[0].text]
+            if any(map(self._evaluation.found_in, texts)):
                 raise _DroppedError("contamination")
         self._seen.update(keys.values())
 
 
-def _like(text: str, other: str) -> str:
+def _copy_context_mark(text: str, other: str) -> str:
     """Return another text, marked as a context if `text` is."""
     return ContextText(other) if isinstance(text, ContextText) else other
 
 
 def _without_unknown(runs: list[tuple[str | None, list[str]]]) -> list[tuple[str | None, list[str]]]:
     """Cut runs of unknown roles, with the question before and the answer after."""
-    kept: list[tuple[str | None, list[str]]] = []
+    known: list[tuple[str | None, list[str]]] = []
     after_unknown = False
     for role, texts in runs:
-        if role is None and kept and kept[-1][0] == "user":
-            kept.pop()
+        if role is None and known and known[-1][0] == "user":
+            known.pop()
         elif role is not None and not (after_unknown and role == "assistant"):
-            kept.append((role, texts))
+            known.append((role, texts))
         after_unknown = role is None
-    return kept
+    return known
 
 
 def _without_surplus(texts: list[str], changes: set[str]) -> list[str]:
     """Remove empty texts among adjacent messages of one role."""
     if len(texts) == 1:
         return texts
-    kept = [text for text in texts if not _blank(text)] or texts[:1]
-    if len(kept) < len(texts):
+    remaining = [text for text in texts if not _blank(text)] or texts[:1]
+    if len(remaining) < len(texts):
         changes.add("empty messages cut")
-    return kept
+    return remaining
 
 
 def _blank(text: str) -> bool:
@@ -298,22 +298,22 @@ def _key(kind: str, identity: str, turns: list[Turn]) -> int:
 
 def _sample(turns: list[Turn]) -> str:
     """Return the first `LANGUAGE_CHARACTERS` characters outside of code."""
-    words = ""
+    sample = ""
     for turn in turns:
-        if turn.role != "system" and len(words) < LANGUAGE_CHARACTERS:
-            words += CODE_SPAN.sub(" ", turn.text[: 4 * LANGUAGE_CHARACTERS]) + "\n"
-    return words[:LANGUAGE_CHARACTERS]
+        if turn.role != "system" and len(sample) < LANGUAGE_CHARACTERS:
+            sample += CODE_SPAN.sub(" ", turn.text[: 4 * LANGUAGE_CHARACTERS]) + "\n"
+    return sample[:LANGUAGE_CHARACTERS]
 
 
-def _language_identifier(wanted: Iterable[str]) -> Callable[[str], str]:
+def _language_identifier(languages: Iterable[str]) -> Callable[[str], str]:
     """Return a function from a text to its ISO 639 code."""
     try:
         from py3langid.langid import MODEL_FILE, LanguageIdentifier
     except ImportError as error:
-        raise ValueError(f"identifying languages needs the package py3langid: {install_hint('clean')}") from error
+        raise ValueError(f"language identification requires the package py3langid: {install_hint('clean')}") from error
     identifier = LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True, min_confidence=0.5)
     known = [*identifier.labels, "und"]
-    for code in wanted:
+    for code in languages:
         if code not in known:
             raise ValueError(f"unknown language {code!r}.{did_you_mean(code, known)} Known: {', '.join(sorted(known))}")
     return lambda text: str(identifier.classify(text)[0])
@@ -330,30 +330,30 @@ class EvaluationTexts:
         self._whole: set[int] = set()
         self._starts: set[int] = set()
         self._runs: dict[int, set[int]] = {}
-        for words in map(_words, texts):
-            if len(words) < FIRST_WORDS:
-                self._whole.add(hash(tuple(words)))
+        for tokens in map(_split_words, texts):
+            if len(tokens) < FIRST_WORDS:
+                self._whole.add(hash(tuple(tokens)))
                 continue
-            length = min(run_words, len(words))
+            length = min(run_words, len(tokens))
             runs = self._runs.setdefault(length, set())
-            for start in range(len(words) - length + 1):
-                runs.add(hash(tuple(words[start : start + length])))
-                self._starts.add(hash(tuple(words[start : start + FIRST_WORDS])))
+            for start in range(len(tokens) - length + 1):
+                runs.add(hash(tuple(tokens[start : start + length])))
+                self._starts.add(hash(tuple(tokens[start : start + FIRST_WORDS])))
         self._whole.discard(hash(()))
 
     def found_in(self, text: str) -> bool:
         """Check if `text` contains one of the evaluation texts, or a run of one."""
-        words = _words(text)
-        if len(words) < FIRST_WORDS:
-            return hash(tuple(words)) in self._whole
-        starts = map(hash, zip(words, words[1:], words[2:], words[3:], strict=False))
+        tokens = _split_words(text)
+        if len(tokens) < FIRST_WORDS:
+            return hash(tuple(tokens)) in self._whole
+        starts = map(hash, zip(tokens, tokens[1:], tokens[2:], tokens[3:], strict=False))
         return any(
-            hash(tuple(words[i : i + length])) in runs
+            hash(tuple(tokens[i : i + length])) in runs
             for i, start in enumerate(starts)
             if start in self._starts
             for length, runs in self._runs.items()
         )
 
 
-def _words(text: str) -> list[str]:
+def _split_words(text: str) -> list[str]:
     return _WORD.findall(text.casefold())

@@ -70,23 +70,23 @@ def html_to_markdown(text: str) -> str:
         return text
     code: list[str] = []
 
-    def protect(found: re.Match[str]) -> str:
-        code.append(found[0])
+    def protect(match: re.Match[str]) -> str:
+        code.append(match[0])
         return f"{marker}{len(code) - 1}{marker}"
 
     try:
         converted = _convert(_only_tags(NO_HTML.sub(protect, text)))
     except RecursionError:
         return text
-    return re.sub(f"{marker}(\\d+){marker}", lambda found: code[int(found[1])], converted)
+    return re.sub(f"{marker}(\\d+){marker}", lambda match: code[int(match[1])], converted)
 
 
 def _rewrite_around(protected: re.Pattern[str], text: str, rewrite: Callable[[str], str], keep: bool = True) -> str:
     """Apply `rewrite` between protected parts, which are kept or, without `keep`, replaced by a space."""
     pieces, end = [], 0
-    for found in protected.finditer(text):
-        pieces += [rewrite(text[end : found.start()]), found[0] if keep else " "]
-        end = found.end()
+    for match in protected.finditer(text):
+        pieces += [rewrite(text[end : match.start()]), match[0] if keep else " "]
+        end = match.end()
     return "".join([*pieces, rewrite(text[end:])])
 
 
@@ -100,13 +100,13 @@ def _convert(html: str) -> str:
         from bs4 import BeautifulSoup, NavigableString, Tag
         from markdownify import MarkdownConverter
     except ImportError as error:
-        raise ValueError(f"html: markdown needs the package markdownify: {install_hint('clean')}") from error
-    soup: Any = BeautifulSoup(html, "html.parser")
-    for useless in soup(["button", "script", "style", "svg", "head"]):
+        raise ValueError(f"`html: markdown` requires the package markdownify: {install_hint('clean')}") from error
+    document: Any = BeautifulSoup(html, "html.parser")
+    for useless in document(["button", "script", "style", "svg", "head"]):
         useless.decompose()
-    for block in soup("pre"):  # ChatGPT's pages: <pre><div><span>python</span><code>…</code></div></pre>
+    for block in document("pre"):  # ChatGPT's pages: <pre><div><span>python</span><code>…</code></div></pre>
         if block.code:
-            block.replace_with(_plain_block(soup, block))
+            block.replace_with(_plain_block(document, block))
     converter = MarkdownConverter(
         heading_style="atx",
         bullets="-",
@@ -115,7 +115,7 @@ def _convert(html: str) -> str:
         code_language_callback=lambda block: block.get("lang", ""),
     )
     pieces = [""]
-    for node in soup.children:
+    for node in document.children:
         if isinstance(node, Tag):
             _append(pieces, converter.convert_soup(node))
         elif type(node) is NavigableString:  # not its children: comments, doctypes
@@ -123,12 +123,12 @@ def _convert(html: str) -> str:
     return "".join(pieces).strip("\n")
 
 
-def _plain_block(soup: Any, block: Any) -> Any:
+def _plain_block(document: Any, block: Any) -> Any:
     """Return a <pre> with the text of its code only, and the language in `lang`."""
     code = block.code.extract()
     named = [name.removeprefix("language-") for name in code.get("class", []) if name.startswith("language-")]
     language = named[0] if named else block.get_text().strip()
-    plain = soup.new_tag("pre", attrs={"lang": language if re.fullmatch(r"[\w+#.-]{1,20}", language) else ""})
+    plain = document.new_tag("pre", attrs={"lang": language if re.fullmatch(r"[\w+#.-]{1,20}", language) else ""})
     plain.string = code.get_text()
     return plain
 

@@ -130,21 +130,20 @@ class ChatLayout:
         answer = turns[-1].text
         begin = len(prompt) if whole.startswith(prompt) else shared_length(prompt, whole)
         for text in (answer, answer.strip(), without_thought(answer)):
-            if text and (place := whole.find(text, begin)) >= 0:
+            if text and (position := whole.find(text, begin)) >= 0:
                 break
         else:
-            raise ValueError(f"the chat template does not show the answer {answer[:80]!r}")
-        lead, end = whole[begin:place], self._special.search(whole, place + len(text))
+            raise ValueError(f"the chat template does not render the answer {answer[:80]!r}")
+        lead, end = whole[begin:position], self._special.search(whole, position + len(text))
         if end is None:
             raise ValueError(
-                f"the chat template ends an answer with {whole[place + len(text) :]!r}, no special token: use another "
-                "template, such as chatml, for training"
+                f"answers end with {whole[position + len(text) :]!r}, not a special token: use another template"
             )
         if whole.startswith(prompt) and (not lead.strip() or _THOUGHT in answer):
-            place = begin
+            position = begin
         elif lead.endswith(" "):  # the space belongs to the answer's first token
-            place -= 1
-        return whole, (place, end.end())
+            position -= 1
+        return whole, (position, end.end())
 
     def _render(self, turns: Sequence[Turn], prompt: bool, tools: str = "") -> str:
         messages = [{"role": turn.role, "content": turn.text} for turn in turns]
@@ -152,5 +151,5 @@ class ChatLayout:
             system, question, *rest = messages
             messages = [question | {"content": f"{system['content']}\n\n{question['content']}"}, *rest]
         messages = in_parts(messages) if self.template.parts else messages
-        given = json.loads(tools) if tools else None
-        return render_chat(self.tokenizer, messages, prompt=prompt, tools=given, options=self.template.options)
+        tool_list = json.loads(tools) if tools else None
+        return render_chat(self.tokenizer, messages, prompt=prompt, tools=tool_list, options=self.template.options)

@@ -58,11 +58,11 @@ class PieceEncoder:
         if own and self._backend is not None:
             self._backend = type(self._backend).from_str(self._backend.to_str())
         self._pieces: Callable[[list[str]], list[np.ndarray]] | None = None
-        bare, spaced = (ids.tolist() for ids in self._raw(["a", " a"]))
+        bare, spaced = (ids.tolist() for ids in self._encode_raw(["a", " a"]))
         starts_word = tokenizer.convert_ids_to_tokens(bare)[0].startswith(("▁", "Ġ"))
         self._always_adds_space = starts_word and bare != spaced
         self._adds_space = starts_word
-        self._sentinel = self._raw([_SENTINEL])[0].tolist() if starts_word else []
+        self._sentinel = self._encode_raw([_SENTINEL])[0].tolist() if starts_word else []
         self._adds_space_after_special = starts_word and self._probe_after_special(bare)
         self._pieces = self._sentencepiece()
         bos = tokenizer.bos_token_id
@@ -72,10 +72,10 @@ class PieceEncoder:
 
     def encode(self, texts: Sequence[str], after: Sequence[After]) -> tuple[np.ndarray, np.ndarray]:
         """Return the ids of all pieces, int32 [T], and the start of each, int64 [pieces + 1]."""
-        encoded = self._raw([self._prepared(*piece) for piece in zip(texts, after, strict=True)])
+        encoded = self._encode_raw([self._prepared(*piece) for piece in zip(texts, after, strict=True)])
         if self._adds_space:
             for number, before in enumerate(after):
-                if self._bare(before):
+                if self._is_bare(before):
                     encoded[number] = self._without_sentinel(encoded[number], texts[number])
         starts = np.fromiter(accumulate(map(len, encoded), initial=0), np.int64, len(encoded) + 1)
         return np.concatenate([_NOTHING, *encoded]), starts
@@ -94,7 +94,7 @@ class PieceEncoder:
         assert ids[0] == self.tokenizer.convert_tokens_to_ids(before), (before, ids)
         return ids[1:]
 
-    def _raw(self, texts: list[str]) -> list[np.ndarray]:
+    def _encode_raw(self, texts: list[str]) -> list[np.ndarray]:
         """Return the ids int32 of each text as at the start of a document, without special tokens."""
         if not texts:
             return []
@@ -125,33 +125,33 @@ class PieceEncoder:
 
         def encode(texts: list[str]) -> list[np.ndarray]:
             bare = [text[skip:] if text.startswith(" ") else text for text in texts]
-            found = list(processor.encode(bare, num_threads=-1, return_type="numpy"))
+            encoded = list(processor.encode(bare, num_threads=-1, return_type="numpy"))
             for number, text in enumerate(bare):
                 if not text or text[0] == "\u2581":  # the added space depends on the model for these
-                    found[number] = self._raw([texts[number]])[0]
-            return found
+                    encoded[number] = self._encode_raw([texts[number]])[0]
+            return encoded
 
         added = [token.content for token in self.tokenizer.added_tokens_decoder.values()]
         probes = [lead + text for lead in _LEADS for text in (*_PROBES, *added, *(f"a{text} b" for text in added))]
-        same = all(np.array_equal(*pair) for pair in zip(encode(probes), self._raw(probes), strict=True))
+        same = all(np.array_equal(*pair) for pair in zip(encode(probes), self._encode_raw(probes), strict=True))
         return encode if same else None
 
     def _prepared(self, text: str, after: After) -> str:
         if after is After.SPACE and not self._always_adds_space:
             return " " + text
-        if self._adds_space and self._bare(after):
+        if self._adds_space and self._is_bare(after):
             # encoded after a line break, whose ids are then removed, the text gets no "▁"
             return _SENTINEL + text
         return text
 
-    def _bare(self, after: After) -> bool:
+    def _is_bare(self, after: After) -> bool:
         """Check if no space is added before the piece."""
         return after is After.TEXT or (after is After.SPECIAL and not self._adds_space_after_special)
 
     def _without_sentinel(self, ids: np.ndarray, text: str) -> np.ndarray:
         skip = len(self._sentinel)
         # if the line break merged with the text, encode the text alone
-        return ids[skip:] if ids[:skip].tolist() == self._sentinel else self._raw([text])[0]
+        return ids[skip:] if ids[:skip].tolist() == self._sentinel else self._encode_raw([text])[0]
 
     def _probe_after_special(self, bare: list[int]) -> bool:
         special = self.tokenizer.eos_token or self.tokenizer.bos_token

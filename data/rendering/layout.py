@@ -12,7 +12,7 @@ import numpy as np
 
 from ..conversations import Conversation, Turn
 from .encoding import After, PieceEncoder, special_strings
-from .templates import Template, filled, with_tools
+from .templates import Template, fill_tokens, with_tools
 
 _REMEMBERED_SYSTEMS = 1 << 10
 _SPLITS_TRIED = 4
@@ -46,7 +46,7 @@ class Layout:
     """Template with its constants as ids of a tokenizer."""
 
     def __init__(self, template: Template, encoder: PieceEncoder) -> None:
-        template = filled(template, encoder.tokenizer)
+        template = fill_tokens(template, encoder.tokenizer)
         self.template, self.encoder = template, encoder
         specials = sorted(special_strings(encoder.tokenizer), key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, specials)) or r"(?!)")
@@ -114,13 +114,13 @@ class Layout:
         if system is None:
             return self._split_long(self.lead(template.start))
         assert template.system is not None
-        before, behind = template.system
+        before, suffix = template.system
         lead = self.lead(before)
-        found = self._special.search(behind)
-        if found is None:  # one text with the question
-            return self._split_long(_Lead(lead.ids, lead.tail + system + behind, lead.after))
-        ids = _array(self.encoder.one(lead.tail + system + behind[: found.start()], lead.after))
-        rest = self.lead(behind[found.start() :])
+        match = self._special.search(suffix)
+        if match is None:  # one text with the question
+            return self._split_long(_Lead(lead.ids, lead.tail + system + suffix, lead.after))
+        ids = _array(self.encoder.one(lead.tail + system + suffix[: match.start()], lead.after))
+        rest = self.lead(suffix[match.start() :])
         return _Lead(np.concatenate([lead.ids, ids, rest.ids]), rest.tail, rest.after)
 
     def lead_tokens(self, parts: Parts) -> int:
@@ -137,9 +137,9 @@ class Layout:
 
     def _head(self, text: str) -> tuple[str, str]:
         """Split a constant after a message at its first special token, or before the space at its end."""
-        found = self._special.search(text)
-        if found is not None:
-            return text[: found.start()], text[found.start() :]
+        match = self._special.search(text)
+        if match is not None:
+            return text[: match.start()], text[match.start() :]
         return (text[:-1], " ") if text.endswith(" ") else (text, "")
 
     def _constant(self, rest: str) -> _Lead:
@@ -148,24 +148,24 @@ class Layout:
             return _Lead(NO_IDS, "", After.SPACE if rest else After.TEXT)
         space = rest.endswith(" ")
         rest = rest.removesuffix(" ")
-        last = [found.end() for found in self._special.finditer(rest)][-1]
+        last = [match.end() for match in self._special.finditer(rest)][-1]
         after = After.SPACE if space else After.SPECIAL if last == len(rest) else After.TEXT
         return _Lead(_array(self.encoder.template(rest)), "", after)
 
     def lead(self, text: str, after: After = After.NOTHING, before: str = "") -> _Lead:
         """Return a constant before a message, which follows `after` (the special token `before`, if any)."""
-        ends = [found.end() for found in self._special.finditer(text)]
+        ends = [match.end() for match in self._special.finditer(text)]
         if not ends:
             return _Lead(NO_IDS, text, after)
         return _Lead(_array(self.encoder.template(text[: ends[-1]], before)), text[ends[-1] :], After.SPECIAL)
 
     def _split_long(self, lead: _Lead) -> _Lead:
         """Shorten the tail of a lead, to tokenize its beginning only once, if this changes no ids."""
-        for found in list(re.finditer(r"(?<=\S) (?=\S)", lead.tail))[: -_SPLITS_TRIED - 1 : -1]:
-            head, tail = lead.tail[: found.start()], lead.tail[found.end() :]
+        for match in list(re.finditer(r"(?<=\S) (?=\S)", lead.tail))[: -_SPLITS_TRIED - 1 : -1]:
+            head, tail = lead.tail[: match.start()], lead.tail[match.end() :]
             ids = self.encoder.one(head, lead.after)
             shorter = _Lead(np.concatenate([lead.ids, _array(ids)]), tail, After.SPACE)
-            if self._probed(lead) == [ids + rest for rest in self._probed(shorter)]:
+            if self._probe(lead) == [ids + rest for rest in self._probe(shorter)]:
                 return shorter
         return lead
 
@@ -178,9 +178,9 @@ class Layout:
         else:
             lead = self.lead(self.template.next, After.TEXT)
         as_first = _Lead(lead.ids, lead.tail, self.start.after)
-        return as_first if lead.tail == self.start.tail and self._probed(lead) == self._probed(as_first) else lead
+        return as_first if lead.tail == self.start.tail and self._probe(lead) == self._probe(as_first) else lead
 
-    def _probed(self, lead: _Lead) -> list[list[int]]:
+    def _probe(self, lead: _Lead) -> list[list[int]]:
         return [self.encoder.one(lead.tail + probe, lead.after) for probe in _PROBES]
 
 
@@ -189,11 +189,10 @@ def check_turns(conversation: Conversation, *, ends_with: str) -> None:
     roles = [turn.role for turn in conversation.turns]
     roles = roles[roles[:1] == ["system"] :]
     if roles != [("user", "assistant")[i % 2] for i in range(len(roles))] or not roles or roles[-1] != ends_with:
-        shown = ", ".join(turn.role for turn in conversation.turns[:8]) or "no turns"
-        bare = " (bare text needs the template plain)" if roles == ["assistant"] else ""
-        raise ValueError(
-            f"{conversation.id}: expected [system], user, assistant, … ending with {ends_with}, found {shown}{bare}"
-        )
+        found_roles = ", ".join(turn.role for turn in conversation.turns[:8]) or "no turns"
+        bare = " (bare text requires `template: plain`)" if roles == ["assistant"] else ""
+        expected = f"expected [system], user, assistant, … ending with {ends_with}"
+        raise ValueError(f"{conversation.id}: {expected}, found {found_roles}{bare}")
 
 
 def _array(ids: list[int]) -> np.ndarray:

@@ -15,7 +15,7 @@ import numpy as np
 
 from .chat import ChatLayout, without_thought
 from .render import Rendered
-from .templates import OWN, Template, filled
+from .templates import OWN, Template, fill_tokens
 
 BROKEN_SPANS = (
     "broken spans"  # none, empty, overlapping, out of order, outside the document, ids outside the vocabulary
@@ -42,19 +42,19 @@ class LintReport:
         messages = []
         for title, floor, part, whole in (
             ("documents without faults", min_clean_share, self.clean, self.documents),
-            ("trained tokens", min_trained_share, self.trained_tokens, self.tokens),
+            ("supervised tokens", min_trained_share, self.trained_tokens, self.tokens),
         ):
             if part < floor * whole or (not whole and floor > 0):
-                share = f"{100 * part / whole:.6g} % ({part:,} of {whole:,})" if whole else "there are no documents"
-                messages.append(f"{title}: {share}, the floor is {100 * floor:.6g} %")
+                share = f"{100 * part / whole:.6g} % ({part:,} of {whole:,})" if whole else "no documents"
+                messages.append(f"{title}: {share}, expected at least {100 * floor:.6g} %")
         return messages
 
     def summary(self) -> str:
-        """Return one line: `120 documents, 90,112 tokens, 61.0 % trained; 2 documents with faults (…)`."""
+        """Return one line: `120 documents, 90,112 tokens, 61.0 % supervised; 2 documents with faults (…)`."""
         share = f"{100 * self.trained_tokens / self.tokens:.1f} %" if self.tokens else "none"
         listed = ", ".join(f"{count:,} {name}" for name, count in self.faults.items())
         faults = f"{self.faults.total():,} documents with faults ({listed})" if listed else "no faults"
-        return f"{self.documents:,} documents, {self.tokens:,} tokens, {share} trained; {faults}"
+        return f"{self.documents:,} documents, {self.tokens:,} tokens, {share} supervised; {faults}"
 
 
 class Linter:
@@ -67,7 +67,7 @@ class Linter:
     def __init__(self, tokenizer: Any, template: Template) -> None:
         self.report = LintReport()
         self._chat = ChatLayout(template, tokenizer) if template.name == OWN else None
-        self._template = template if template.jinja else filled(template, tokenizer)
+        self._template = template if template.jinja else fill_tokens(template, tokenizer)
         self._decoder = PieceDecoder(tokenizer)
         self._special = special_flags(tokenizer)
         # an answer ends with one special token, possibly after a text
@@ -84,7 +84,7 @@ class Linter:
 
     def check(self, document: Rendered) -> str | None:
         """Return the fault of a document, or None."""
-        fault = self._fault(document)
+        fault = self._find_fault(document)
         self.report.documents += 1
         self.report.tokens += len(document.ids)
         self.report.trained_tokens += int(document.trainable().sum())
@@ -101,37 +101,37 @@ class Linter:
         """Return up to three documents: the first with a fault, and the first ones."""
         return self._first[:3]
 
-    def _fault(self, document: Rendered) -> str | None:
+    def _find_fault(self, document: Rendered) -> str | None:
         ids, edges = document.ids, [edge for span in document.spans for edge in span]
         ascend = bool(edges) and edges[0] >= 0 and edges[-1] <= len(ids) and all(a < b for a, b in pairwise(edges))
         if not ascend or ids.min() < 0 or ids.max() >= len(self._special):
             return BROKEN_SPANS
         if len(document.conversation.turns) == 1:
-            return self._bare_fault(document)
-        if self._chat is not None and (fault := self._chat_fault(self._chat, document)) is not None:
+            return self._find_bare_text_fault(document)
+        if self._chat is not None and (fault := self._find_chat_fault(self._chat, document)) is not None:
             return fault
         if self._chat is not None and self._chat.is_needed(document.conversation):
             return None
         _, questions, answers = self._template.messages(document.conversation.turns)
         numbers = document.exchanges()
-        return self._exchange_fault(document, [questions[n] for n in numbers], [answers[n] for n in numbers])
+        return self._find_exchange_fault(document, [questions[n] for n in numbers], [answers[n] for n in numbers])
 
-    def _chat_fault(self, chat: ChatLayout, document: Rendered) -> str | None:
+    def _find_chat_fault(self, chat: ChatLayout, document: Rendered) -> str | None:
         """Compare a document with `apply_chat_template`, and its spans with the answers."""
         first, last, ids = document.first, document.last, document.ids.tolist()
         if not document.question_cut and ids != chat.ids(document.conversation, first, last)[: len(ids)]:
             return TEMPLATE_DIFFERS
         if document.answer_cut:
             return None
-        said = [turn.text for turn in document.conversation.turns if turn.role == "assistant"]
-        answers = [said[number] for number in document.exchanges()]
+        answer_texts = [turn.text for turn in document.conversation.turns if turn.role == "assistant"]
+        answers = [answer_texts[number] for number in document.exchanges()]
         for answer, text in zip(answers, self._decoder.decode([ids[a:b] for a, b in document.spans]), strict=True):
             answer = without_thought(answer)
             if not any(_squash(each) in _squash(text) for each in (answer, self._decoder.round_trip(answer))):
                 return ANSWER_DIFFERS
         return None
 
-    def _exchange_fault(self, document: Rendered, questions: list[str], answers: list[str]) -> str | None:
+    def _find_exchange_fault(self, document: Rendered, questions: list[str], answers: list[str]) -> str | None:
         """Return the fault of a document whose supervised spans should be these answers."""
         ids, spans = document.ids.tolist(), document.spans
         if len(answers) != len(spans):
@@ -157,27 +157,28 @@ class Linter:
                 return QUESTION_DIFFERS
         return None
 
-    def _bare_fault(self, document: Rendered) -> str | None:
-        """Return the fault of a part of a bare text, which is supervised as a whole."""
+    def _find_bare_text_fault(self, document: Rendered) -> str | None:
         ids, (start, end) = document.ids.tolist(), document.spans[0]
         body = ids[start : end - (ids[end - 1] == self._end_id)]
         is_whole = len(document.spans) == 1 and end == len(ids) and ids[:start] == self._bos
-        found, text = self._decoder.decode([body])[0].strip(UNKNOWN), document.conversation.turns[0].text
-        is_part = any(_squash(found) in _squash(whole) for whole in (text, self._decoder.round_trip(text)))
+        decoded, text = self._decoder.decode([body])[0].strip(UNKNOWN), document.conversation.turns[0].text
+        is_part = any(_squash(decoded) in _squash(whole) for whole in (text, self._decoder.round_trip(text)))
         return None if is_whole and is_part and not self._special[body].any() else ANSWER_DIFFERS
 
-    def _matches(self, found: str, text: str, is_prefix: bool) -> bool:
+    def _matches(self, decoded: str, text: str, is_prefix: bool) -> bool:
         """Compare a decoded text with the written one, or with the tokenizer's round trip (such as normal forms).
 
         One space before the text is ignored.
         """
-        if found.removeprefix(" ") == text.removeprefix(" "):
+        if decoded.removeprefix(" ") == text.removeprefix(" "):
             return True
         heard = self._decoder.round_trip(text)
         if is_prefix:
-            return any(_squash(whole).startswith(_squash(found).rstrip(UNKNOWN)) for whole in (text, heard))
+            return any(_squash(whole).startswith(_squash(decoded).rstrip(UNKNOWN)) for whole in (text, heard))
         is_changed = _squash(heard) != _squash(text)
-        return found.removeprefix(" ") == heard.removeprefix(" ") or (is_changed and _squash(found) == _squash(heard))
+        return decoded.removeprefix(" ") == heard.removeprefix(" ") or (
+            is_changed and _squash(decoded) == _squash(heard)
+        )
 
 
 class PieceDecoder:
@@ -194,7 +195,7 @@ class PieceDecoder:
         return [text.removeprefix(self._anchor_text) for text in self._plain([self._anchor + ids for ids in pieces])]
 
     def round_trip(self, text: str) -> str:
-        """Return a text encoded and decoded, which may change it (normal forms, unknown words)."""
+        """Return a text encoded and decoded, which may change it (normal forms, unknown characters)."""
         encoded = self._tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)
         return self.decode([list(encoded.input_ids)])[0]
 

@@ -116,19 +116,21 @@ class Renderer:
         report = report if report is not None else RenderReport()
         chat = self._chat
         for is_chat, group in groupby(conversations, lambda each: chat is not None and chat.is_needed(each)):
-            made = self._chat_documents if is_chat else self._laid_out
-            yield from made(group, report)
+            render = self._chat_documents if is_chat else self._layout_documents
+            yield from render(group, report)
 
     def _chat_documents(self, conversations: Iterable[Conversation], report: RenderReport) -> Iterator[Rendered]:
         assert self._chat is not None
         limit = _NO_LIMIT if self._max_tokens is None else self._max_tokens
         for conversation in conversations:
             check_turns(conversation, ends_with="assistant")
-            made = list(self._chat.documents(conversation, limit))
-            values = [(each.ids, each.spans, conversation, each.first, each.last, 0, each.answer_cut) for each in made]
-            yield from self._counted([Rendered(*each) for each in values], len(conversation.turns) // 2, report)
+            documents = list(self._chat.documents(conversation, limit))
+            values = [
+                (each.ids, each.spans, conversation, each.first, each.last, 0, each.answer_cut) for each in documents
+            ]
+            yield from self._count_documents([Rendered(*each) for each in values], len(conversation.turns) // 2, report)
 
-    def _laid_out(self, conversations: Iterable[Conversation], report: RenderReport) -> Iterator[Rendered]:
+    def _layout_documents(self, conversations: Iterable[Conversation], report: RenderReport) -> Iterator[Rendered]:
         assert self._layout is not None
         encode = self._layout.encoder.encode
         waiting: deque[tuple[list[Parts], Future[tuple[np.ndarray, np.ndarray]]]] = deque()
@@ -146,7 +148,6 @@ class Renderer:
     def _documents(
         self, batch: list[Parts], encoded: Future[tuple[np.ndarray, np.ndarray]], report: RenderReport
     ) -> Iterator[Rendered]:
-        """Yield the documents of encoded conversations."""
         assert self._layout is not None
         ids, starts = encoded.result()
         bounds = starts.tolist()
@@ -158,18 +159,18 @@ class Renderer:
             if parts.questions:
                 documents = list(_split(self._layout, parts, texts, self._max_tokens))
             else:
-                documents = list(_bare_text(self._layout, parts, texts[0], self._max_tokens))
-            yield from self._counted(documents, max(1, len(parts.questions)), report)
+                documents = list(_split_text(self._layout, parts, texts[0], self._max_tokens))
+            yield from self._count_documents(documents, max(1, len(parts.questions)), report)
 
-    def _counted(self, documents: list[Rendered], exchanges: int, report: RenderReport) -> list[Rendered]:
+    def _count_documents(self, documents: list[Rendered], exchanges: int, report: RenderReport) -> list[Rendered]:
         """Return the documents of a conversation that have supervised tokens, and count them."""
         report.exchanges += exchanges
         report.no_room += sum(not document.spans for document in documents)
         for document in documents:
             answers = [turn for turn in document.conversation.turns if turn.role == "assistant"]
-            shown = answers[document.last + 1 - len(document.spans) : document.last + 1]
-            report.context_only += sum(not turn.is_learned for turn in shown)
-            document.spans = [span for span, turn in zip(document.spans, shown, strict=True) if turn.is_learned]
+            parts = answers[document.last + 1 - len(document.spans) : document.last + 1]
+            report.context_only += sum(not turn.is_learned for turn in parts)
+            document.spans = [span for span, turn in zip(document.spans, parts, strict=True) if turn.is_learned]
         if self._last_turn_only:
             report.context_only += sum(len(document.spans) for document in documents) - bool(documents[-1].spans)
             documents = documents[-1:]
@@ -232,12 +233,12 @@ class _Document:
             free = space - lead
             if free < _LEAST_SPACE:
                 return False
-            asked = len(question) - lead
-            kept = min(asked, max(free - len(answer), free // 2))
-            if kept < asked:
-                question = np.concatenate([question[:lead], question[len(question) - kept :]])
-                self.rendered.question_cut = asked - kept
-            self.rendered.answer_cut = max(0, len(answer) - (free - kept))
+            question_tokens = len(question) - lead
+            remaining = min(question_tokens, max(free - len(answer), free // 2))
+            if remaining < question_tokens:
+                question = np.concatenate([question[:lead], question[len(question) - remaining :]])
+                self.rendered.question_cut = question_tokens - remaining
+            self.rendered.answer_cut = max(0, len(answer) - (free - remaining))
         start = self.length + len(question) + len(layout.answer.ids)
         self.pieces += (question, layout.answer.ids, answer, layout.closing)
         self.rendered.spans.append((start, min(limit, start + len(answer) + len(layout.end))))
@@ -270,8 +271,7 @@ def _split(layout: Layout, parts: Parts, texts: list[np.ndarray], max_tokens: in
         yield document.finished(limit)
 
 
-def _bare_text(layout: Layout, parts: Parts, text: np.ndarray, max_tokens: int | None) -> Iterator[Rendered]:
-    """Yield a text in documents of at most `max_tokens`."""
+def _split_text(layout: Layout, parts: Parts, text: np.ndarray, max_tokens: int | None) -> Iterator[Rendered]:
     opening = np.concatenate([layout.bos, layout.start.ids])
     ids = np.concatenate([text, layout.end])
     size = len(ids) if max_tokens is None else max(1, max_tokens - len(opening))

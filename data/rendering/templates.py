@@ -19,7 +19,7 @@ from .encoding import special_strings
 OWN = "tokenizer"
 """Name of a tokenizer's own chat template."""
 
-_LEAVE_OUT = "Remove the column `tools` and the calls from the rows, or use another template"
+_LEAVE_OUT = "Remove the column `tools` and the tool calls from the rows, or use another template"
 _SYSTEM, _QUESTIONS, _ANSWERS = "xSYSTEMx", ("xASKx1", "xASKx2", "xASKx3"), ("xTELLx1", "xTELLx2", "xTELLx3")
 
 
@@ -136,23 +136,23 @@ def get_template(name: str, tokenizer: Any = None, options: Mapping[str, Any] | 
     if name == OWN:
         return own_template(tokenizer, options or {})
     if options:
-        raise ValueError(f"`template_options` are for `template: {OWN}`, and it is {name!r}: {dict(options)}")
+        raise ValueError(f"`template_options` require `template: {OWN}`, got {name!r}: remove {dict(options)}")
     if name not in TEMPLATES:
         known = [*TEMPLATES, OWN]
         raise ValueError(f"no template {name!r}.{did_you_mean(name, known)} Known: {', '.join(known)}")
     return TEMPLATES[name]
 
 
-def filled(template: Template, tokenizer: Any) -> Template:
+def fill_tokens(template: Template, tokenizer: Any) -> Template:
     """Replace {eos} and {bos} by the tokenizer's tokens. Raises ValueError if it lacks a special token."""
     known = special_strings(tokenizer)
     if lacking := [text for text in template.special_tokens if text not in known]:
-        raise ValueError(f"template {template.name} needs special tokens that this tokenizer lacks: {lacking}")
+        raise ValueError(f"template {template.name} requires special tokens that the tokenizer lacks: {lacking}")
 
     def fill(text: str) -> str:
         for name, token in (("{eos}", tokenizer.eos_token), ("{bos}", tokenizer.bos_token)):
             if name in text and token is None:
-                raise ValueError(f"template {template.name} needs {name}, and this tokenizer has no such token")
+                raise ValueError(f"template {template.name} requires {name}, which the tokenizer does not define")
             text = text.replace(name, token or "")
         return text
 
@@ -169,17 +169,17 @@ def own_template(tokenizer: Any, options: Mapping[str, Any]) -> Template:
         ValueError: There is none, or it cannot render a question and an answer.
     """
     if not getattr(tokenizer, "chat_template", None):
-        raise ValueError("template 'tokenizer' is the tokenizer's own chat template, and this one has none")
+        raise ValueError("the tokenizer has no chat template: set another `template`, such as chatml")
     chat = _Chat(tokenizer, dict(options))
     try:
         return _constant_texts(chat)
     except ValueError:
         try:
-            behind = _around(chat.render(1, prompt=False), _ANSWERS[0])[1]
+            suffix = _split_at(chat.render(1, prompt=False), _ANSWERS[0])[1]
         except ValueError:
             chat = replace(chat, parts=True)
-            behind = _around(chat.render(1, prompt=False), _ANSWERS[0])[1]
-        end = _split_end(behind, tokenizer)[0] if any(each in behind for each in special_strings(tokenizer)) else ""
+            suffix = _split_at(chat.render(1, prompt=False), _ANSWERS[0])[1]
+        end = _split_end(suffix, tokenizer)[0] if any(each in suffix for each in special_strings(tokenizer)) else ""
         return Template(
             name=OWN,
             start="",
@@ -206,17 +206,17 @@ def _constant_texts(chat: _Chat) -> Template:
     for earlier, later in zip([*prompts, *wholes[:2]], [*wholes, *prompts[1:]], strict=True):
         if not later.startswith(earlier):
             raise _rewrites(earlier, later)
-    start, middle = _around(prompts[0], _QUESTIONS[0])
-    lead, tail = _around(wholes[0].removeprefix(prompts[0]), _ANSWERS[0])
+    start, middle = _split_at(prompts[0], _QUESTIONS[0])
+    lead, tail = _split_at(wholes[0].removeprefix(prompts[0]), _ANSWERS[0])
     if lead not in ("", " "):
-        raise ValueError(f"it writes {lead!r} before an answer, which its prompt lacks")
+        raise ValueError(f"the chat template adds {lead!r} before an answer, which is missing from its prompt")
     end, after = _split_end(tail, chat.tokenizer)
     following = prompts[1].removeprefix(wholes[0])
     template = Template(
         name=OWN,
         start=start,
         system=_system(chat),
-        next=_around(following, _QUESTIONS[1])[0],
+        next=_split_at(following, _QUESTIONS[1])[0],
         middle=middle + lead,
         end=end,
         after=after,
@@ -234,11 +234,11 @@ def with_tools(template: Template, tokenizer: Any, tools: str) -> Template:
     Raises ValueError: it is another template, does not render the tools before the first question, or renders calls in
     another form than `<tool_call>`, `<tool_response>`.
     """
-    given = json.loads(tools)
+    tool_list = json.loads(tools)
     if template.name != OWN:
-        raise ValueError(f"template {template.name} shows no tools; `template: tokenizer` may")
-    chat = _Chat(tokenizer, template.options, given)
-    start, _ = _around(chat.render(1, prompt=True), _QUESTIONS[0])
+        raise ValueError(f"template {template.name} does not support tools: use `template: tokenizer`")
+    chat = _Chat(tokenizer, template.options, tool_list)
+    start, _ = _split_at(chat.render(1, prompt=True), _QUESTIONS[0])
     template = replace(template, start=start, system=_system(chat))
     _check(template, chat)
     check_calls(tokenizer, template, tools)
@@ -247,30 +247,30 @@ def with_tools(template: Template, tokenizer: Any, tools: str) -> Template:
 
 def check_calls(tokenizer: Any, template: Template, tools: str) -> None:
     """Raise ValueError if a chat template renders tool calls in another form than `<tool_call>`, or no tools."""
-    given = json.loads(tools)
-    chat, call = _Chat(tokenizer, template.options, given, template.parts), {"name": "xNAMEx", "arguments": {"x": 1}}
-    if given and chat.render(1, prompt=True) == replace(chat, tools=None).render(1, prompt=True):
-        raise ValueError(f"template 'tokenizer': the chat template shows no tools. {_LEAVE_OUT}")
+    parsed = json.loads(tools)
+    chat, call = _Chat(tokenizer, template.options, parsed, template.parts), {"name": "xNAMEx", "arguments": {"x": 1}}
+    if parsed and chat.render(1, prompt=True) == replace(chat, tools=None).render(1, prompt=True):
+        raise ValueError(f"template 'tokenizer': the chat template does not support tools. {_LEAVE_OUT}")
     question = {"role": "user", "content": _QUESTIONS[0]}
-    called = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call}]}
-    found = chat.of([question, called, {"role": "tool", "content": _QUESTIONS[1]}], prompt=True)
+    call_message = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call}]}
+    rendered = chat.of([question, call_message, {"role": "tool", "content": _QUESTIONS[1]}], prompt=True)
     written = {"role": "assistant", "content": tool_text("tool_call", json.dumps(call))}
     response = {"role": "user", "content": tool_text("tool_response", _QUESTIONS[1])}
-    if found != (expected := chat.of([question, written, response], prompt=True)):
-        same = max(0, shared_length(found, expected) - 20)
-        said = f"{found[same:]!r}, expected {expected[same:]!r}"
-        raise ValueError(f"template 'tokenizer': the chat template writes calls of tools as {said}. {_LEAVE_OUT}")
+    if rendered != (expected := chat.of([question, written, response], prompt=True)):
+        same = max(0, shared_length(rendered, expected) - 20)
+        difference = f"{rendered[same:]!r}, expected {expected[same:]!r}"
+        raise ValueError(f"template 'tokenizer': the chat template renders tool calls as {difference}. {_LEAVE_OUT}")
 
 
 def _check(template: Template, chat: _Chat) -> None:
     """Raise ValueError if the constant texts do not reproduce three exchanges."""
     for system in (None, _SYSTEM) if template.system is not None else (None,):
-        rebuilt, whole = _rebuilt(template, system), chat.render(3, prompt=False, system=system)
+        rebuilt, whole = _render_constants(template, system), chat.render(3, prompt=False, system=system)
         if rebuilt != whole:
             raise _rewrites(rebuilt, whole)
 
 
-def _rebuilt(template: Template, system: str | None) -> str:
+def _render_constants(template: Template, system: str | None) -> str:
     """Return three exchanges rendered with the constant texts."""
     text = template.start if system is None or template.system is None else system.join(template.system)
     for number in range(3):
@@ -300,19 +300,19 @@ class _Chat:
         return self.of(messages[: len(messages) - prompt], prompt=prompt)
 
 
-def _around(text: str, mark: str) -> tuple[str, str]:
-    before, found, behind = text.partition(mark)
-    if not found or mark in behind:
-        raise ValueError(f"template 'tokenizer': the chat template does not show a message exactly once: {text!r}")
-    return before, behind
+def _split_at(text: str, mark: str) -> tuple[str, str]:
+    before, separator, suffix = text.partition(mark)
+    if not separator or mark in suffix:
+        raise ValueError(f"template 'tokenizer': the chat template does not render a message exactly once: {text!r}")
+    return before, suffix
 
 
 def _split_end(tail: str, tokenizer: Any) -> tuple[str, str]:
     """Split the text that follows an answer behind its first special token."""
-    found = [(tail.find(token), -len(token), token) for token in special_strings(tokenizer) if token in tail]
-    if not found:
-        raise ValueError(f"template 'tokenizer': the chat template ends an answer with {tail!r}, no special token")
-    start, _, token = min(found)
+    candidates = [(tail.find(token), -len(token), token) for token in special_strings(tokenizer) if token in tail]
+    if not candidates:
+        raise ValueError(f"template 'tokenizer': the chat template ends an answer with {tail!r}, not a special token")
+    start, _, token = min(candidates)
     return tail[: start + len(token)], tail[start + len(token) :]
 
 
@@ -323,8 +323,8 @@ def _system(chat: _Chat) -> tuple[str, str] | None:
         return None  # such as Gemma's: "system role not supported"
     if _SYSTEM not in text:
         return None
-    before, behind = _around(text, _SYSTEM)
-    return before, _around(behind, _QUESTIONS[0])[0]
+    before, suffix = _split_at(text, _SYSTEM)
+    return before, _split_at(suffix, _QUESTIONS[0])[0]
 
 
 def _shows_system(chat: _Chat) -> bool:
@@ -347,13 +347,13 @@ def in_parts(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def shared_length(left: str, right: str) -> int:
     """Return the length of the common prefix of two texts."""
     pairs = enumerate(zip(left, right, strict=False))
-    return next((place for place, (a, b) in pairs if a != b), min(len(left), len(right)))
+    return next((index for index, (a, b) in pairs if a != b), min(len(left), len(right)))
 
 
 def _rewrites(earlier: str, later: str) -> ValueError:
     same = shared_length(earlier, later)
     window = slice(max(0, same - 20), same + 40)
     return ValueError(
-        "template 'tokenizer': the chat template rewrites earlier turns, so that what is learned for one is not what "
-        f"stands there in the next: {earlier[window]!r} becomes {later[window]!r}"
+        "template 'tokenizer': the chat template changes earlier turns when later ones are added, so that they cannot "
+        f"be trained in one document: {earlier[window]!r} becomes {later[window]!r}"
     )

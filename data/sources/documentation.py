@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..conversations import Conversation, Turn, rarely_collected
+from ..conversations import Conversation, Turn, collect_rarely
 
 STANDARD_LIBRARY = "python"
 _SKIPPED_FOLDERS = {
@@ -106,21 +106,21 @@ def documentation_conversations(
 
     Raises ValueError: A package name is dotted.
     """
-    found, skipped = _find_packages(packages, seed)
+    paths, skipped = _find_packages(packages, seed)
     train: list[Conversation] = []
     heldout: list[Conversation] = []
-    seen: set[bytes] = set()
+    hashes: set[bytes] = set()
     duplicates = done = 0
-    total = sum(len(package.files) for package in found)
-    for package, path in _visit(found, None if max_megabytes is None else max_megabytes * 1e6):
-        with rarely_collected():
+    total = sum(len(package.files) for package in paths)
+    for package, path in _visit(paths, None if max_megabytes is None else max_megabytes * 1e6):
+        with collect_rarely():
             documented = list(_file_conversations(package, path))
         for key, conversation in documented:
             digest = _digest(" ".join(conversation.turns[1].text.lower().split()))
-            if digest in seen:
+            if digest in hashes:
                 duplicates += 1
                 continue
-            seen.add(digest)
+            hashes.add(digest)
             (heldout if _unit(f"heldout {key}") < heldout_share else train).append(conversation)
             package.bytes += sum(len(turn.text.encode()) for turn in conversation.turns)
             package.conversations += 1
@@ -128,11 +128,11 @@ def documentation_conversations(
         if progress is not None:
             progress(done, total)
     report = {
-        "packages": {p.name: {"conversations": p.conversations, "bytes": p.bytes} for p in found},
+        "packages": {p.name: {"conversations": p.conversations, "bytes": p.bytes} for p in paths},
         "skipped": skipped,
         "conversations": len(train) + len(heldout),
         "heldout": len(heldout),
-        "bytes": sum(package.bytes for package in found),
+        "bytes": sum(package.bytes for package in paths),
         "duplicates": duplicates,
         "complete": done == total,
     }
@@ -191,7 +191,7 @@ def _file_conversations(package: _Package, path: Path) -> Iterator[tuple[str, Co
     parts = [part for part in path.relative_to(package.root).with_suffix("").parts if not part.startswith("_")]
     module = ".".join(parts if package.name == STANDARD_LIBRARY else [package.name, *parts])
     is_private = path.stem.startswith("_") and path.stem != "__init__"
-    for local, kind, text in _documented(tree):
+    for local, kind, text in _iterate_docstrings(tree):
         name = f"{module}.{local}" if local and module else local or module
         # the docstring of a private file is not that of the public path; "{" marks a template filled in at import
         if not name or "{" in text[:200] or (kind == "module" and is_private):
@@ -200,7 +200,7 @@ def _file_conversations(package: _Package, path: Path) -> Iterator[tuple[str, Co
             yield local or module, _conversation(name, answers)
 
 
-def _documented(tree: ast.Module) -> Iterator[tuple[str, str, str]]:
+def _iterate_docstrings(tree: ast.Module) -> Iterator[tuple[str, str, str]]:
     """Yield (name, kind, docstring) of the module, its public classes, functions and methods."""
     if text := ast.get_docstring(tree, clean=False):
         yield "", "module", text
@@ -222,11 +222,11 @@ def _added_docstring(call: ast.expr) -> tuple[str, str] | None:
     """Return name and text of `add_docstr(torch.abs, "…")` or `add_newdoc("numpy", "abs", "…")`."""
     if not isinstance(call, ast.Call) or len(call.args) < 2:
         return None
-    called = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+    function_name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
     texts = [text for argument in call.args for text in _strings(argument)]
-    if called == "add_newdoc" and len(texts) == 3:
+    if function_name == "add_newdoc" and len(texts) == 3:
         return texts[1], texts[2]
-    if called in ("add_docstr", "_add_docstr") and len(texts) == 1 and isinstance(call.args[0], ast.Attribute):
+    if function_name in ("add_docstr", "_add_docstr") and len(texts) == 1 and isinstance(call.args[0], ast.Attribute):
         return call.args[0].attr, re.sub(r"^\s*\w+\(.*\)\s*->.*$", "", texts[0], count=1, flags=re.MULTILINE)
     return None
 
@@ -249,9 +249,9 @@ def _strings(argument: ast.expr) -> list[str]:
 def _conversation(name: str, answers: Mapping[str, str]) -> Conversation:
     """Return the conversation that asks for each answer with one of the phrasings in `_QUESTIONS`."""
     turns: list[Turn] = []
-    for asked, answer in answers.items():
+    for kind, answer in answers.items():
         if answer and len(turns) < _MAX_TURNS:
-            phrasings = _QUESTIONS[asked]
+            phrasings = _QUESTIONS[kind]
             question = phrasings[int(_unit(f"phrase {name} {phrasings[0]}") * len(phrasings))]
             turns += [Turn("user", question.format(name=name)), Turn("assistant", answer)]
     return Conversation(name, tuple(turns))
@@ -305,14 +305,14 @@ def _split_sections(lines: list[str], is_numpy: bool) -> dict[str, list[str]]:
 def _prose(lines: list[str], limit: int = _MAX_PROSE) -> str:
     """Join the lines of each paragraph; drop directives, tables, doctests and field lists."""
     paragraphs: list[str] = []
-    for joined in filter(None, map(_paragraph, _blocks(lines))):
-        if sum(map(len, paragraphs)) + len(joined) > limit:
+    for text in filter(None, map(_paragraph, _blocks(lines))):
+        if sum(map(len, paragraphs)) + len(text) > limit:
             if not paragraphs:  # cut between sentences, else between words
-                cut = joined[:limit]
+                cut = text[:limit]
                 end = max(cut.rfind(". "), cut.rfind(".\n"))
                 paragraphs.append(cut[: end + 1] if end > limit // 3 else cut.rsplit(" ", 1)[0])
             break
-        paragraphs.append(joined)
+        paragraphs.append(text)
     while paragraphs and paragraphs[-1].endswith(":"):  # it introduced something that was dropped
         paragraphs.pop()
     return "\n\n".join(paragraphs)
@@ -348,8 +348,8 @@ def _paragraph(block: list[str]) -> str:
             lines[-1] += " " + stripped
         else:
             lines.append(stripped)
-    joined = _plain("\n".join(lines))
-    return "" if _STUMP.fullmatch(joined) else re.sub(r"::$", ":", joined)
+    text = _plain("\n".join(lines))
+    return "" if _STUMP.fullmatch(text) else re.sub(r"::$", ":", text)
 
 
 def _parameters(lines: list[str]) -> str:
@@ -364,16 +364,16 @@ def _parameters(lines: list[str]) -> str:
                 entries.append((numpy.group(1), numpy.group(2) or "", []))
         elif entries:
             entries[-1][2].append(line)
-    shown: list[str] = []
+    rendered: list[str] = []
     for name, kind, body in entries:
         description = _prose(_dedent(body), 600).replace("\n\n", " ").replace("\n", " ")
         kind = _plain(kind).replace("`", "").strip(" ,")
         if description:
-            shown.append(f"- `{name.strip('`* ')}`" + (f" ({kind})" if kind else "") + f": {description}")
-        if sum(map(len, shown)) > _MAX_PROSE:
-            shown.pop()
+            rendered.append(f"- `{name.strip('`* ')}`" + (f" ({kind})" if kind else "") + f": {description}")
+        if sum(map(len, rendered)) > _MAX_PROSE:
+            rendered.pop()
             break
-    return "\n".join(shown)
+    return "\n".join(rendered)
 
 
 def _example(lines: list[str]) -> str:

@@ -63,16 +63,16 @@ def local_rows(
     number = 0
     for file in data_files(path, split):
         stem = (file.with_suffix("") if file.suffix.lower() == ".gz" else file).stem
-        place = "before row 1"
+        position = "before row 1"
         try:
             for row, parse in _file_rows(file, columns):
-                place = f"row {row}"
+                position = f"row {row}"
                 if number % count == index:
-                    yield Row(parse(), f"{file}, {place}", f"{stem}-{number + 1}", number)
+                    yield Row(parse(), f"{file}, {position}", f"{stem}-{number + 1}", number)
                 number += 1
-                place = f"after row {row}"
+                position = f"after row {row}"
         except (ValueError, EOFError, OSError, zlib.error) as error:
-            raise ValueError(f"{file}, {place}: cannot be read: {first_line(error)}") from error
+            raise ValueError(f"{file}, {position}: cannot be read: {first_line(error)}") from error
 
 
 def data_files(path: Path, split: str | None) -> list[Path]:
@@ -86,8 +86,8 @@ def data_files(path: Path, split: str | None) -> list[Path]:
         return [path]
     files = list(filter(_is_data, sorted(path.iterdir()))) or list(filter(_is_data, sorted(path.rglob("*"))))
     if not files:
-        found = ", ".join(sorted(entry.name for entry in path.iterdir())[:8]) or "an empty folder"
-        raise ValueError(f"{path}: nothing to read, expected files ending in {_EXPECTED}; found {found}")
+        entries = ", ".join(sorted(entry.name for entry in path.iterdir())[:8]) or "an empty folder"
+        raise ValueError(f"{path}: no data files: expected files ending in {_EXPECTED}, found {entries}")
     if split is None:
         return files
     named = re.compile(rf"{re.escape(split)}($|[-.])")
@@ -163,7 +163,7 @@ def _parquet_rows(path: Path, columns: Columns) -> _Rows:
     try:
         import pyarrow.parquet as parquet
     except ImportError as error:
-        raise ValueError(f"{path}: reading .parquet needs pyarrow: {install_hint('train')}") from error
+        raise ValueError(f"{path}: reading .parquet requires pyarrow: {install_hint('train')}") from error
     row = 0
     with parquet.ParquetFile(path, memory_map=True) as file:
         names = list(columns(file.schema_arrow.names))

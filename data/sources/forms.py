@@ -63,18 +63,18 @@ def read_dialogue(row: Row) -> Dialogue:
         ValueError: The row has no known form; the message has its location.
     """
     if isinstance(row.value, str):
-        return Dialogue(row.name, (("user", row.value),), "a prompt a row")
+        return Dialogue(row.name, (("user", row.value),), "one prompt per row")
     if _is_message_list(row.value):
         pairs = tuple(_message_list(row, "the row", row.value))
-        return Dialogue(row.name, pairs, "a list of messages a row", notes=_notes(row.value))
+        return Dialogue(row.name, pairs, "one list of messages per row", notes=_notes(row.value))
     if not isinstance(row.value, Mapping):
         raise ValueError(f"{row.location}: expected an object, found {type(row.value).__name__}")
     columns: Mapping[str, Any] = row.value
     # in a table of mixed forms, the columns of other forms are null
-    found = _find_form([name for name, value in columns.items() if value is not None]) or _find_form(columns)
-    if found is None:
+    form = _find_form([name for name, value in columns.items() if value is not None]) or _find_form(columns)
+    if form is None:
         raise _no_form(row)
-    question, answer = found
+    question, answer = form
     used, tools = [question, *([answer] if answer else [])], ""
     if question == "text":
         messages: list[tuple[Any, Any]] = [("text", columns[question])]
@@ -109,9 +109,9 @@ def read_dialogue(row: Row) -> Dialogue:
 def _no_form(row: Row) -> ValueError:
     names = [str(name) for name in row.value]
     near = next(filter(None, (did_you_mean(name, _COLUMNS, cutoff=0.75) for name in names)), "")
-    shown = ", ".join(name[:40] for name in names[:_SHOWN]) + (", …" if len(names) > _SHOWN else "")
+    columns = ", ".join(name[:40] for name in names[:_SHOWN]) + (", …" if len(names) > _SHOWN else "")
     known = "; ".join(" + ".join(" or ".join(names) for names in form if names) for form in _FORMS)
-    return ValueError(f"{row.location}: the columns {shown or '(none)'} fit no known form.{near} Known: {known}")
+    return ValueError(f"{row.location}: the columns {columns or '(none)'} match no known format.{near} Known: {known}")
 
 
 def _messages(row: Row, question: str, answer: str | None, context: Sequence[str]) -> Iterator[tuple[Any, Any]]:
@@ -144,7 +144,7 @@ def _tools(row: Row, value: Any) -> str:
         with suppress(ValueError):
             value = json.loads(value.strip() or "[]")
     if value and not _is_message_list(value):
-        raise ValueError(f"{row.location}: `tools` must be a list of objects, or JSON of one, found {brief(value)}")
+        raise ValueError(f"{row.location}: `tools` must be a list of objects or its JSON text, found {brief(value)}")
     return json.dumps(value, ensure_ascii=False) if value else ""
 
 
@@ -157,25 +157,28 @@ def _message_list(row: Row, column: str, value: Any) -> list[tuple[Any, Any]]:
         raise ValueError(f"{row.location}: `{column}` must be a list of messages, found {type(value).__name__}")
     pairs: list[tuple[Any, Any]] = []
     for number, message in enumerate(value, start=1):
-        found = message if isinstance(message, Mapping) else {}
-        if "from" in found and "value" in found:
-            pairs.append((found["from"], _marked(found, _content(found["value"]))))
-        elif "role" in found and {"content", "text", "tool_calls", CALL_ROLE} & set(found):
-            content, calls = _marked(found, _content(found.get("content", found.get("text")))), found.get("tool_calls")
-            calls = calls if isinstance(calls, list) else [call for call in [found.get(CALL_ROLE)] if call]
+        fields = message if isinstance(message, Mapping) else {}
+        if "from" in fields and "value" in fields:
+            pairs.append((fields["from"], _mark_context(fields, _content(fields["value"]))))
+        elif "role" in fields and {"content", "text", "tool_calls", CALL_ROLE} & set(fields):
+            content, calls = (
+                _mark_context(fields, _content(fields.get("content", fields.get("text")))),
+                fields.get("tool_calls"),
+            )
+            calls = calls if isinstance(calls, list) else [call for call in [fields.get(CALL_ROLE)] if call]
             if content or not calls:
-                pairs.append((found["role"], content))
+                pairs.append((fields["role"], content))
             pairs += [(CALL_ROLE, _call(call)) for call in calls]
         else:
-            shown = ", ".join(map(str, list(found)[:_SHOWN])) if found else type(message).__name__
+            names = ", ".join(map(str, list(fields)[:_SHOWN])) if fields else type(message).__name__
             raise ValueError(
                 f"{row.location}: message {number} of `{column}` must be {{from, value}} or {{role, content}}, "
-                f"found {shown}"
+                f"found {names}"
             )
     return pairs
 
 
-def _marked(message: Mapping[str, Any], content: Any) -> Any:
+def _mark_context(message: Mapping[str, Any], content: Any) -> Any:
     """Return the content of a message after its reasoning, as context if the message is not supervised."""
     if isinstance(content, str):
         content = with_thought(message, content)
@@ -192,8 +195,8 @@ def _notes(messages: Any) -> tuple[str, ...]:
         if isinstance(messages, list)
         else {}
     )
-    notes = [f"key `{key}` of messages is not read" for key in keys if key not in _KEYS]
-    return tuple(notes + ["thoughts written as <think>"] * any(key in keys for key in THOUGHT_KEYS))
+    notes = [f"ignored key `{key}` of messages" for key in keys if key not in _KEYS]
+    return tuple(notes + ["reasoning converted to <think>"] * any(key in keys for key in THOUGHT_KEYS))
 
 
 def _call(call: Any) -> Any:

@@ -32,9 +32,7 @@ def download(address: str) -> Path:
             with urlopen(address, timeout=_TIMEOUT) as answer, atomic_file(path) as out:
                 shutil.copyfileobj(answer, out)
         except (OSError, HTTPException) as error:
-            raise ValueError(
-                f"{address} could not be loaded: {first_line(error)}; without a network give a local copy as path"
-            ) from error
+            raise ValueError(f"{address} cannot be downloaded: {first_line(error)}; pass a local `path`") from error
     return path
 
 
@@ -52,7 +50,7 @@ def hub_rows(
         from datasets.exceptions import DatasetsError
     except ImportError as error:
         hint = install_hint("train")
-        raise ValueError(f"{hub} is no file or folder here.{near} To load it from the hub: {hint}") from error
+        raise ValueError(f"file or folder {hub} does not exist.{near} To load it from the hub: {hint}") from error
     offline = out_of_reach()
     location, number = f"{hub} ({options.get('split')})", -1
     try:
@@ -66,7 +64,7 @@ def hub_rows(
         if number >= 0:
             raise ValueError(f"{location}, after row {number + 1}: {reason}") from error
         raise ValueError(
-            f"{hub} is no file or folder here, and could not be loaded from the hub: {reason}.{near} Without a network "
-            f"give a local copy as path; for a gated set accept its terms at https://huggingface.co/datasets/{hub} and "
-            "run `hf auth login`"
+            f"file or folder {hub} does not exist, and the hub dataset could not be loaded: {reason}.{near} Pass a "
+            f"local copy as `path`. For a gated dataset, accept its terms at https://huggingface.co/datasets/{hub} "
+            "and run `hf auth login`"
         ) from error

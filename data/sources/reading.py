@@ -58,7 +58,6 @@ def open_dialogues(source: str, **opening: Unpack[Opening]) -> Iterator[Dialogue
 
 
 def _open_rows(source: str, opening: Opening) -> tuple[Corpus, Iterator[Row]]:
-    """Return the corpus of a source and its rows."""
     shard = opening.get("shard", WHOLE)
     local, corpus = _resolve(source, opening.get("path"))
     split, file = opening.get("split") or corpus.split, opening.get("file") or corpus.file
@@ -71,7 +70,7 @@ def _open_rows(source: str, opening: Opening) -> tuple[Corpus, Iterator[Row]]:
         corpus.hub,
         shard,
         columns=corpus.usable_columns,
-        near="" if corpus.name in CORPORA else _nearest(source),
+        near="" if corpus.name in CORPORA else _suggest_name(source),
         name=opening.get("config") or corpus.config,
         split=split or "train",
         revision=opening.get("revision") or corpus.revision,
@@ -122,18 +121,18 @@ def read_prompts(
     for group in groups or ():
         if corpus is not None and corpus.groups and group not in corpus.groups:
             raise _no_group(source, group, corpus.groups)
-    seen = dict[str, None]()
+    categories = dict[str, None]()
     for dialogue in open_dialogues(source, **opening):
         prompt = _prompt(dialogue)
         if prompt is None:
             if skipped is not None:
                 skipped["no question"] += 1
             continue
-        seen[prompt.category] = None
+        categories[prompt.category] = None
         if groups is None or prompt.category in groups:
             yield prompt
-    if groups and seen and "shard" not in opening and not seen.keys() & {*groups}:
-        raise _no_group(source, ", ".join(groups), seen)
+    if groups and categories and "shard" not in opening and not categories.keys() & {*groups}:
+        raise _no_group(source, ", ".join(groups), categories)
 
 
 def _no_group(source: str, group: str, known: Collection[str]) -> ValueError:
@@ -182,16 +181,16 @@ def _resolve(source: str, path: str | None) -> tuple[Path | None, Corpus]:
     if exists:
         return local, corpus or Corpus(source, None, (), "", split=None)
     if path is not None:
-        raise ValueError(f"no such file or folder: {path}.{_nearest(path)}")
+        raise ValueError(f"no such file or folder: {path}.{_suggest_name(path)}")
     if corpus is not None:
         return None, corpus
     looks_local = local.suffix.lower() in SUFFIXES or source.startswith((".", "/", "~"))
     if looks_local or not _HUB_ID.fullmatch(source):
-        raise ValueError(f"no such file or folder, known corpus or hub id: {source or '(empty)'}.{_nearest(source)}")
+        raise ValueError(f"no such file, folder, known corpus or hub id: {source or '(empty)'}.{_suggest_name(source)}")
     return None, Corpus(source, source, (), "", split=None)
 
 
-def _nearest(name: str) -> str:
+def _suggest_name(name: str) -> str:
     """Suggest a corpus, or an entry of the path's folder, with a name similar to a missing one."""
     path = Path(name).expanduser()
     corpora = [*CORPORA, *(corpus.hub for corpus in CORPORA.values() if corpus.hub is not None)]
@@ -217,7 +216,7 @@ class Part:
 
 def mix(parts: Sequence[Part], seed: int) -> Iterator[Conversation]:
     """Yield the rows of all parts, each as often as its weight, in an order drawn from `seed`."""
-    streams = [_passes(part, seed) for part in parts]
+    streams = [_iterate_passes(part, seed) for part in parts]
     weights = [part.weight for part in parts]
     rng = np.random.default_rng(seed)
     while streams:
@@ -231,7 +230,7 @@ def mix(parts: Sequence[Part], seed: int) -> Iterator[Conversation]:
             del streams[chosen], weights[chosen]
 
 
-def hashed_share(name: str) -> float:
+def hash_share(name: str) -> float:
     """Return a number in [0, 1) that depends on the name only."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") / 2**64
 
@@ -246,14 +245,14 @@ def has_few_ids(conversations: Iterable[Conversation]) -> bool:
     return count >= _ROWS_AN_ID * max(len(ids), 1)
 
 
-def drawn_name(conversation: Conversation, *, by_content: bool) -> str:
+def draw_key(conversation: Conversation, *, by_content: bool) -> str:
     """Return the name for drawing a conversation: its id, or its id and content."""
     return f"{conversation.id} {conversation.turns}" if by_content else conversation.id
 
 
-def _passes(part: Part, seed: int) -> Iterator[Conversation]:
+def _iterate_passes(part: Part, seed: int) -> Iterator[Conversation]:
     whole, rest = divmod(part.weight, 1)
     for number, share in enumerate([1.0] * int(whole) + [rest] * (rest > 0)):
         for row in part.open_pass(number):
-            if share == 1 or hashed_share(f"{seed} {drawn_name(row, by_content=part.by_content)}") < share:
+            if share == 1 or hash_share(f"{seed} {draw_key(row, by_content=part.by_content)}") < share:
                 yield row

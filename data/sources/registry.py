@@ -50,15 +50,15 @@ class Corpus:
 
     def usable_columns(self, present: Sequence[str]) -> Sequence[str]:
         """Return the columns of a table that are read."""
-        return present if self.adapter is not None and self._fits(present) else usable_columns(present)
+        return present if self.adapter is not None and self._matches_columns(present) else usable_columns(present)
 
     def read(self, row: Row) -> Dialogue:
         """Return the dialogue of a row, as `read_dialogue`."""
-        if self.adapter is None or not isinstance(row.value, Mapping) or not self._fits(tuple(row.value)):
+        if self.adapter is None or not isinstance(row.value, Mapping) or not self._matches_columns(tuple(row.value)):
             return read_dialogue(row)
         return replace(self.adapter(self, row), form=" + ".join(self.columns))
 
-    def _fits(self, present: Sequence[str]) -> bool:
+    def _matches_columns(self, present: Sequence[str]) -> bool:
         return set(self.columns) <= set(present)
 
 
@@ -99,7 +99,7 @@ def _translation(corpus: Corpus, row: Row) -> Dialogue:
     return _question(row, corpus.prompt.format(**texts), texts[asked_for])
 
 
-def _physics(corpus: Corpus, row: Row) -> Dialogue:
+def _read_piqa(corpus: Corpus, row: Row) -> Dialogue:
     """Read a row of PIQA; labels are −1 in its test split and missing in the authors' files."""
     label = row.value.get("label")
     right = row.value.get(f"sol{int(label) + 1}") if label in (0, 1) else None
@@ -122,22 +122,22 @@ _ENTRIES = (
     # to train on
     Corpus("sharegpt-v3", "anon8231489123/ShareGPT_Vicuna_unfiltered", ("id", "conversations"), "apache-2.0",
            file="ShareGPT_V3_unfiltered_cleaned_split.json",
-           note="the licence is the repository's; where the text comes from is unclear"),
+           note="licence of the repository; the origin of the text is unclear"),
     Corpus("sharegpt-v4.3", "Aeala/ShareGPT_Vicuna_unfiltered", ("id", "conversations"), "unverified",
            file="ShareGPT_V4.3_unfiltered_cleaned_split.json",
-           note="licence unverified; where the text comes from is unclear"),
+           note="licence unverified; the origin of the text is unclear"),
     Corpus("lmsys-chat-1m", "lmsys/lmsys-chat-1m", ("conversation_id", "conversation"),
-           "LMSYS-Chat-1M Dataset License Agreement", gated=True, note="its terms forbid passing the data on"),
+           "LMSYS-Chat-1M Dataset License Agreement", gated=True, note="the terms forbid redistribution"),
     Corpus("wildchat-1m", "allenai/WildChat-1M", ("conversation_hash", "conversation"), "odc-by",
            note="earlier revisions were gated under the AI2 ImpACT licence"),
     Corpus("ultrachat-200k", "HuggingFaceH4/ultrachat_200k", ("prompt_id", "messages"), "mit", split="train_sft"),
     Corpus("alpaca", "tatsu-lab/alpaca", ("instruction", "input", "output"), "cc-by-nc-4.0"),
     Corpus("chatalpaca", "robinsmits/ChatAlpaca-20K", ("id", "messages"), "apache-2.0", every_turn=True,
-           note="a copy of github.com/icip-cas/ChatAlpaca, whose own files can stand in as path"),
+           note="a copy of github.com/icip-cas/ChatAlpaca, whose files can be passed as `path`"),
     Corpus("chatgpt-prompts", "MohamedRashad/ChatGPT-prompts", ("human_prompt", "chatgpt_response"), "unverified",
            note="licence unverified"),
     Corpus("chatbot-instruction-prompts", "alespalla/chatbot_instruction_prompts", ("prompt", "response"),
-           "unverified", note="licence unverified; a mixture of Alpaca and others"),
+           "unverified", note="licence unverified; a mixture of Alpaca and other corpora"),
     # to evaluate on
     Corpus("cnn-dailymail", "abisee/cnn_dailymail", ("article", "highlights"), "apache-2.0", use="evaluate",
            config="3.0.0", split="test", prompt="Summarize: {article}", adapter=_summary),
@@ -146,18 +146,18 @@ _ENTRIES = (
     Corpus("wmt14-en-de", "wmt/wmt14", ("translation",), _UNSTATED, use="evaluate", config="de-en", split="test",
            prompt=_ENGLISH_TO_GERMAN, note="the hub has one config for both directions", adapter=_translation),
     Corpus("t5-cnn-dailymail", "abisee/cnn_dailymail", ("article", "highlights"), "apache-2.0", use="evaluate",
-           config="3.0.0", split="test", prompt="summarize: {article}", note="worded as T5 was trained",
+           config="3.0.0", split="test", prompt="summarize: {article}", note="prompt format of T5's training",
            adapter=_summary),
     Corpus("t5-wmt14-en-de", "wmt/wmt14", ("translation",), _UNSTATED, use="evaluate", config="de-en", split="test",
-           prompt="translate English to German: {en}", note="worded as T5 was trained", adapter=_translation),
+           prompt="translate English to German: {en}", note="prompt format of T5's training", adapter=_translation),
     Corpus("piqa", "ybisk/piqa", ("goal", "sol1", "sol2"), _UNSTATED, use="evaluate", split="validation",
-           revision="refs/convert/parquet", adapter=_physics,
-           note="its main revision is a loading script, which `datasets` no longer runs"),
+           revision="refs/convert/parquet", adapter=_read_piqa,
+           note="the main revision is a loading script, which `datasets` no longer supports"),
     Corpus("web-questions", "stanfordnlp/web_questions", ("question", "answers"), _UNSTATED, use="evaluate",
            split="test"),
     Corpus("alpaca-eval", "tatsu-lab/alpaca_eval", ("instruction", "dataset"), "cc-by-nc-4.0", use="evaluate",
            file="https://huggingface.co/datasets/tatsu-lab/alpaca_eval/resolve/main/alpaca_eval.json",
-           note="by its file, as the repository has a loading script", adapter=_alpaca_eval,
+           note="loaded from its file, because the repository has a loading script", adapter=_alpaca_eval,
            groups=("helpful_base", "koala", "oasst", "selfinstruct", "vicuna")),
     Corpus("vicuna-80", None, ("category", "turns"), "apache-2.0", use="evaluate",
            file=f"{_FASTCHAT}/vicuna_bench/question.jsonl",
@@ -165,7 +165,7 @@ _ENTRIES = (
                    "writing")),
     Corpus("mt-bench", "HuggingFaceH4/mt_bench_prompts", ("category", "prompt", "reference"), "apache-2.0",
            use="evaluate", groups=MT_BENCH_CATEGORIES, every_turn=True,
-           note=f"a copy of {_FASTCHAT}/mt_bench/question.jsonl, which can stand in as path"),
+           note=f"a copy of {_FASTCHAT}/mt_bench/question.jsonl, which can be passed as `path`"),
     Corpus("spec-bench", None, ("category", "turns"), "apache-2.0", use="evaluate",
            file=f"{_RAW}/hemingkx/Spec-Bench/main/data/spec_bench/question.jsonl", adapter=_spec_bench, every_turn=True,
            groups=("mt_bench", "translation", "summarization", "qa", "math_reasoning", "rag")),

@@ -31,10 +31,10 @@ NO_LIMIT = 1 << 30
 class Translation(Protocol):
     """Protocol that translates between the ids of a target and of a drafter with another tokenizer."""
 
-    def there(self, ids: Sequence[int]) -> list[int]:
+    def to_drafter(self, ids: Sequence[int]) -> list[int]:
         """Return the drafter's ids of the target's text, at least one."""
 
-    def back(self, ids: Sequence[int], own: Sequence[int], draft: Sequence[int]) -> list[int]:
+    def to_target(self, ids: Sequence[int], own: Sequence[int], draft: Sequence[int]) -> list[int]:
         """Return the target's ids of the draft tokens `draft`, which follow `ids`, encoded as `own` by the drafter."""
 
 

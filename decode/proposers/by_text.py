@@ -38,7 +38,7 @@ class TextChain(Proposer):
         if self.drafter.device != context.target.device:
             where = f"the drafter is on {self.drafter.device}, but the target is on {context.target.device}"
             raise ValueError(f"{where}: move one")
-        prompts = [self._translation.there(prompt) for prompt in context.prompts]
+        prompts = [self._translation.to_drafter(prompt) for prompt in context.prompts]
         ids, self._cache = self.drafter.begin(prompts, _SLOTS * context.limits.max_new_tokens + self.gamma)
         if ids is not prompts:
             raise ValueError("an encoder-decoder cannot draft for a target with another tokenizer")
@@ -55,7 +55,7 @@ class TextChain(Proposer):
 
     def propose(self, context: Context) -> Proposal:
         ids = [row[:length].tolist() for row, length in zip(context.host_ids_BS, context.lengths, strict=True)]
-        texts = [self._translation.there(text) for text in ids]
+        texts = [self._translation.to_drafter(text) for text in ids]
         can_draft = [not ended and len(row) <= self._room for ended, row in zip(context.ended, texts, strict=True)]
         drafts: list[list[int]] = [[] for _ in ids]
         if any(can_draft):
@@ -64,7 +64,7 @@ class TextChain(Proposer):
             outputs = self._run_drafter(context, rows)
             for row, drafts_on in enumerate(can_draft):
                 if drafts_on:
-                    drafts[row] = self._translation.back(ids[row], texts[row], outputs[row])[: self.gamma]
+                    drafts[row] = self._translation.to_target(ids[row], texts[row], outputs[row])[: self.gamma]
         counts_B = np.array([len(draft) for draft in drafts])
         depth, device = int(counts_B.max()), context.ids_BS.device
         padded_BK = np.array([[*draft, *[0] * (depth - len(draft))] for draft in drafts], dtype=np.int64)

@@ -62,7 +62,7 @@ def check_measure(recipe: HeadsRecipe) -> None:
         return
     depth = parse_tree(_tree(recipe))[0].max_depth
     if depth > recipe.num_heads:
-        raise ValueError(f"`measure.tree` is {depth} levels deep, and there are {recipe.num_heads} heads")
+        raise ValueError(f"`measure.tree` must have at most `num_heads` = {recipe.num_heads} levels, got {depth}")
     if recipe.measure.table is not None:
         BigramTable.load(Path(recipe.measure.table))
 
@@ -122,8 +122,8 @@ def _measure_of(
     longest = min(recipe.data.block_tokens, positions - section.new_tokens - _LOOK_AHEAD)
     source = str(prepared.folder / "heldout.jsonl")
     template = get_template(recipe.data.template, tokenizer, recipe.data.template_options)
-    found = load_prompts(source, template, tokenizer, section.prompts, longest)
-    prompts = [ids for _, ids in found]
+    loaded = load_prompts(source, template, tokenizer, section.prompts, longest)
+    prompts = [ids for _, ids in loaded]
     ends = end_ids(tokenizer, template, settings)
     sampling, limits = Sampling(temperature=section.temperature), Limits(section.new_tokens, ends)
 

@@ -56,10 +56,7 @@ def fit_config(recipe: DrafterRecipe | HeadsRecipe, prepared: Prepared, measured
     if best is not None and recipe.measure.prompts < _LEAST_PROMPTS:
         best = None
         if is_first():
-            log(
-                f"{role_of(recipe)}: the last weights will be kept, since measure.prompts is {recipe.measure.prompts}: "
-                f"at least {_LEAST_PROMPTS} are needed to choose the best"
-            )
+            log(f"{role_of(recipe)}: keeping the last weights, since measure.prompts is below {_LEAST_PROMPTS}")
     return train.fit_config(steps, best)
 
 
@@ -129,42 +126,37 @@ def check_out(out: Path, recipe: TrainingRecipe) -> None:
         return
     if not (out / "artifact.json").is_file():
         if any(out.iterdir()):
-            raise ValueError(f"{out} holds other files and no artifact: choose another `out`")
+            raise ValueError(f"{out} contains files that are not an artifact: choose another `out`")
         return
     recorded = load_manifest(out).recipe
-    mine = to_json_safe(recipe.model_dump(mode="json"))  # manifests do not contain secrets either
+    current = to_json_safe(recipe.model_dump(mode="json"))  # manifests do not contain secrets either
     ignored = _NO_EFFECT_ON_TABLES if recipe.kind == "table" else set()
-    for key, difference in differences(to_json_safe(recorded), mine):
+    for key, difference in differences(to_json_safe(recorded), current):
         if key not in ignored:
-            raise ValueError(
-                f"{out} holds the artifact of another recipe ({key}: {difference}): choose another `out`, or delete "
-                "that folder"
-            )
+            raise ValueError(f"{out} is the artifact of another recipe ({key}: {difference}): choose another `out`")
     made_for = verify_artifact(out).target or {}
     folder, expected = Path(str(made_for.get("id"))), made_for.get("sha256")
     if expected and folder.is_dir() and resolve_model(str(folder)).sha256 != expected:
-        raise ValueError(f"{out} was made for another model than the one that stands at {folder} now: delete {out}")
+        raise ValueError(f"{out} was made for another model than {folder}: delete {out}, or choose another `out`")
 
 
-def differences(theirs: Any, mine: Any, key: str = "") -> Iterator[tuple[str, str]]:
+def differences(stored: Any, current: Any, key: str = "") -> Iterator[tuple[str, str]]:
     """Yield the dotted key of each difference and a description of both values."""
-    if isinstance(theirs, dict) and isinstance(mine, dict):
-        for name in sorted(theirs.keys() | mine.keys()):
-            yield from differences(theirs.get(name), mine.get(name), f"{key}.{name}" if key else name)
-    elif theirs != mine:
-        yield key, f"{theirs!r} there, {mine!r} here"
+    if isinstance(stored, dict) and isinstance(current, dict):
+        for name in sorted(stored.keys() | current.keys()):
+            yield from differences(stored.get(name), current.get(name), f"{key}.{name}" if key else name)
+    elif stored != current:
+        yield key, f"{stored!r}, expected {current!r}"
 
 
 def check_target(target: PreTrainedModel, model: PreTrainedModel, name: str, source: str | None) -> None:
     """Raise ValueError if a drafter has another vocabulary size or model kind than its target."""
-    theirs, mine = (side.get_output_embeddings().weight.shape[0] for side in (target, model))
-    if theirs != mine:
-        mend = f"set `vocab_size: {theirs}` in `model.config`"
+    expected, size = (one.get_output_embeddings().weight.shape[0] for one in (target, model))
+    if expected != size:
+        remedy = f"set `vocab_size: {expected}` in `model.config`"
         if source is not None:
-            mend = (
-                f"`{shlex.join(['draftsmith', 'doctor', name, source, '--fix', 'OUT'])}` writes one with the target's"
-            )
-        raise ValueError(f"the drafter has a vocabulary of {mine} tokens, the target {name} of {theirs}: {mend}")
-    kinds = [("a decoder", "an encoder-decoder")[side.config.is_encoder_decoder] for side in (model, target)]
+            remedy = f"repair it with `{shlex.join(['draftsmith', 'doctor', name, source, '--fix', 'OUT'])}`"
+        raise ValueError(f"the drafter has {size} tokens, but the target {name} has {expected}: {remedy}")
+    kinds = [("a decoder", "an encoder-decoder")[one.config.is_encoder_decoder] for one in (model, target)]
     if kinds[0] != kinds[1]:
-        raise ValueError(f"the drafter is {kinds[0]}, the target {name} {kinds[1]}: they must be of one kind")
+        raise ValueError(f"the drafter is {kinds[0]}, but the target {name} is {kinds[1]}: use models of one kind")

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from ...checkpoints.artifact.model_ref import tokenizer_fingerprint
 from ...checkpoints.storage.atomic import atomic_dir, atomic_text, check_writable
-from ...checkpoints.storage.messages import pictured
+from ...checkpoints.storage.messages import escape_control
 from ...checkpoints.storage.redaction import without_secrets
 from ...checkpoints.storage.safe_read import file_hash, load_json
 from ...data.blocks.prepared import MANIFEST, SCHEMA, PreparedData, prepare
@@ -28,7 +28,7 @@ from ...data.rendering.lint import Linter, PieceDecoder, special_flags, vocabula
 from ...data.rendering.render import Rendered, Renderer
 from ...data.rendering.templates import OWN, get_template
 from ...data.sources.files import data_files
-from ...data.sources.reading import Part, drawn_name, has_few_ids, hashed_share, mix, read_conversations
+from ...data.sources.reading import Part, draw_key, has_few_ids, hash_share, mix, read_conversations
 from ..schema.data import DataSection, SourceSection
 from ..session.terminal import console, counter, log
 
@@ -77,8 +77,10 @@ def prepare_data(section: DataSection, tokenizer: Any, *, quiet: bool = False) -
         log(f"data: reusing {folder} (same source, options and tokenizer)")
     train = PreparedData.load(folder / "train")
     if (share := train.manifest["trainable_share"]) < section.min_trained_share:
-        floor = f"the floor is {100 * section.min_trained_share:.6g} %"
-        raise ValueError(f"data: trained tokens: {share:.4%}, {floor} (`draftsmith prepare --lint` shows rows)")
+        raise ValueError(
+            f"data: {share:.4%} of the tokens are supervised, expected at least {100 * section.min_trained_share:.6g} "
+            "% (`data.min_trained_share`): check examples with `draftsmith prepare --lint`"
+        )
     return Prepared(train, PreparedData.load(folder / "heldout"), folder, load_json(file, "sources", "sha256"))
 
 
@@ -95,9 +97,7 @@ def verify_data(prepared: Prepared, tokenizer: Any) -> None:
 def check_heldout(section: DataSection) -> None:
     """Raise ValueError if a section holds out no conversations to evaluate on."""
     if not section.heldout_share and section.heldout_source is None:
-        raise ValueError(
-            "`data.heldout_share` is 0 and there is no `data.heldout_source`: nothing would be held out to evaluate on"
-        )
+        raise ValueError("`data.heldout_share` must be above 0, or `data.heldout_source` set, to evaluate")
 
 
 def lint_data(section: DataSection, tokenizer: Any) -> list[str]:
@@ -107,14 +107,14 @@ def lint_data(section: DataSection, tokenizer: Any) -> list[str]:
     render = Renderer(template, tokenizer, section.block_tokens, last_turn_only=section.last_turn_only)
     reports = [CorpusReport() for _ in section.parts()]
     with counter("linting", "documents") as advance:
-        for document in render(_some(section, reports)):
+        for document in render(_require_conversations(section, reports)):
             linter.check(document)
             advance(linter.report.documents, 0)
     for document in linter.examples():
         console().rule(f"{document.conversation.id}", align="left")
         console().print(colour(document, tokenizer))
     console().rule()
-    console().print(f"{_BEGIN}trained{_END}: green; special tokens: dim")
+    console().print(f"{_BEGIN}supervised{_END}: green; special tokens: dim")
     for part, report in zip(section.parts(), reports, strict=True):
         console().print(f"{part.source}: {report.summary()}")
     console().print(f"lint: {linter.report.summary()}")
@@ -135,7 +135,7 @@ def colour(document: Rendered, tokenizer: Any) -> Text:
     edges = np.diff(trained, prepend=False, append=False)
     for piece, (start, end) in zip(pieces, pairwise(bounds), strict=False):
         opening, closing = (mark * bool(trained[start] and edges[at]) for mark, at in ((_BEGIN, start), (_END, end)))
-        text.append(opening + pictured(piece) + closing, _STYLES[style[start]])
+        text.append(opening + escape_control(piece) + closing, _STYLES[style[start]])
     return text
 
 
@@ -148,9 +148,9 @@ def _prepare(section: DataSection, tokenizer: Any, identity: dict[str, Any], fol
     section = _with_heldout(section)
     with atomic_dir(folder) as unfinished:
         with counter(f"preparing {names}", "conversations") as advance:
-            rows, out = _some(section, reports, hold=heldout.append), unfinished / "train"
+            rows, out = _require_conversations(section, reports, hold=heldout.append), unfinished / "train"
             train = prepare(rows, tokenizer, template, section.block_tokens, out, progress=advance, **options)
-        heldout = _checked_heldout(section, heldout, reports)
+        heldout = _select_heldout(section, heldout, reports)
         prepare(heldout, tokenizer, template, section.block_tokens, unfinished / "heldout", **options)
         write_conversations(heldout, unfinished / "heldout.jsonl")
         report = all_reports(section.parts(), reports)
@@ -161,15 +161,16 @@ def _prepare(section: DataSection, tokenizer: Any, identity: dict[str, Any], fol
     numbers = train.manifest
     log(
         f"data: {numbers['tokens']:,} tokens in {numbers['blocks']:,} blocks of {section.block_tokens} "
-        f"({numbers['packing_density']:.1%} full), {numbers['trainable_share']:.1%} trained; {len(heldout)} held out"
+        f"({numbers['packing_density']:.1%} full), {numbers['trainable_share']:.1%} supervised; "
+        f"{len(heldout)} conversations held out"
     )
     for kind in ("answer", "question"):
-        if lost := numbers["rendering"][f"{kind}_tokens_cut"]:
+        if tokens := numbers["rendering"][f"{kind}_tokens_cut"]:
             count = numbers["rendering"][f"{kind}s_cut"]
-            log(f"data: {count:,} {kind}s too long for a block (data.block_tokens) lost {lost:,} tokens")
+            log(f"data: truncated {count:,} {kind}s to the block (data.block_tokens), by {tokens:,} tokens")
 
 
-def _checked_heldout(
+def _select_heldout(
     section: DataSection, heldout: list[Conversation], reports: list[CorpusReport]
 ) -> list[Conversation]:
     """Return the conversations to evaluate on, of `heldout_source` or of the source."""
@@ -177,19 +178,19 @@ def _checked_heldout(
         part = SourceSection(source=section.heldout_source, limit=section.heldout_limit)
         heldout = list(_read_part(section, part, report := CorpusReport()))
         if not heldout:
-            raise ValueError(f"data.heldout_source: nothing in {section.heldout_source}: {report.nothing_kept()}")
+            raise ValueError(f"data.heldout_source: no usable rows in {part.source}: {report.explain_empty()}")
     if not heldout:
-        names, kept = ", ".join(part.source for part in section.parts()), sum(report.kept for report in reports)
-        alike = f"{kept} rows, which are all alike," if kept > 1 else "1 rows"
+        names, count = ", ".join(part.source for part in section.parts()), sum(report.kept for report in reports)
+        rows = f"{count} identical rows" if count > 1 else "1 row"
         raise ValueError(
-            f"no conversation of {names} was held out: {alike} cannot be divided by a share of "
-            f"{section.heldout_share} (data.heldout_share); give data.heldout_source, or more rows"
+            f"no conversation of {names} was held out: {rows} cannot be split by data.heldout_share "
+            f"({section.heldout_share}); set data.heldout_source, or add rows"
         )
     return heldout[: section.heldout_limit]
 
 
 def all_reports(parts: Sequence[SourceSection], reports: Sequence[CorpusReport]) -> dict[str, Any]:
-    """Return the counts of all corpora together, and of each corpus."""
+    """Return the total counts of all corpora, and the counts of each corpus."""
     total = CorpusReport()
     for corpus in reports:
         total.merge(corpus)
@@ -227,20 +228,20 @@ def refuse_none(section: DataSection, reports: Sequence[CorpusReport]) -> None:
     """Raise ValueError if no row was kept, with the reasons and possible remedies."""
     if not any(report.kept for report in reports):
         parts = zip(section.parts(), reports, strict=True)
-        found = "; ".join(f"{part.source}: {report.nothing_kept()}" for part, report in parts)
-        raise ValueError(f"nothing to train on: {found}")
+        reasons = "; ".join(f"{part.source}: {report.explain_empty()}" for part, report in parts)
+        raise ValueError(f"no usable rows: {reasons}")
 
 
-def _some(section: DataSection, reports: list[CorpusReport], **options: Any) -> Iterator[Conversation]:
+def _require_conversations(section: DataSection, reports: list[CorpusReport], **options: Any) -> Iterator[Conversation]:
     """Yield `training_conversations`; raise ValueError if there are none."""
     conversation = None
     for conversation in training_conversations(section, reports, **options):
         yield conversation
     refuse_none(section, reports)
     if conversation is None:
-        kept = sum(report.kept for report in reports)
+        count = sum(report.kept for report in reports)
         share = f"`data.heldout_share` is {section.heldout_share:.6g}"
-        raise ValueError(f"nothing to train on: all {kept:,} conversations are held out: {share}; lower it")
+        raise ValueError(f"no training data: all {count:,} conversations are held out because {share}: decrease it")
 
 
 def _read_part(
@@ -267,7 +268,7 @@ def _draw(conversation: Conversation, by_content: bool) -> float:
     """Return the number in [0, 1) that decides whether a conversation is held out."""
     # ShareGPT splits long conversations into abcdefg_0, abcdefg_1 …; all parts must get the same number.
     part = None if by_content else re.fullmatch(r"([A-Za-z0-9]{7})_\d+", conversation.id)
-    return hashed_share(f"held out {part[1] if part else drawn_name(conversation, by_content=by_content)}")
+    return hash_share(f"held out {part[1] if part else draw_key(conversation, by_content=by_content)}")
 
 
 def _with_heldout(section: DataSection) -> DataSection:
@@ -284,7 +285,7 @@ def _with_heldout(section: DataSection) -> DataSection:
             least, most = min(least, draw), max(most, draw)
     if least >= most:
         return section
-    log(f"data: a share of {section.heldout_share:.6g} (data.heldout_share) holds out no conversation: one is held out")
+    log(f"data: holding out one conversation, because data.heldout_share {section.heldout_share:.6g} selects none")
     return section.model_copy(update={"heldout_share": float(np.nextafter(least, 1))})
 
 
@@ -328,7 +329,7 @@ def _source_identity(source: str, known: dict[str, list[Any]]) -> dict[str, Any]
 def _sha256(path: Path, known: dict[str, list[Any]]) -> str:
     """Return the hash of a file, cached by size, modification time and inode."""
     stat, name = path.stat(), str(path.resolve())
-    found = known.get(name)
-    if found is None or found[:3] != [stat.st_size, stat.st_mtime_ns, stat.st_ino]:
+    cached = known.get(name)
+    if cached is None or cached[:3] != [stat.st_size, stat.st_mtime_ns, stat.st_ino]:
         known[name] = [stat.st_size, stat.st_mtime_ns, stat.st_ino, file_hash(path)]
     return str(known[name][3])

@@ -39,7 +39,7 @@ def trainable(recipe: DrafterRecipe, tokenizer: Any) -> TrainableModel:
     trained = build_model(complete_section(recipe), recipe.train.seed)
     check_vocabulary(len(tokenizer), trained.model, recipe.model.source or "the model")
     if recipe.data.template == "t5" and not trained.model.config.is_encoder_decoder:
-        raise ValueError("`data.template: t5` is for encoder-decoders, and the model is a decoder")
+        raise ValueError("`data.template: t5` requires an encoder-decoder, but the model is a decoder")
     return trained
 
 
@@ -125,7 +125,7 @@ def _make_task(
 def _make_smaller(model: PreTrainedModel, section: VocabularySection, prepared: Prepared, name: str) -> None:
     """Restrict the output layer of a model to a draft vocabulary."""
     if model.config.is_encoder_decoder:
-        raise ValueError("`model.vocabulary` is for decoders, and the model is an encoder-decoder")
+        raise ValueError("`model.vocabulary` requires a decoder, but the model is an encoder-decoder")
     vocab = model.get_output_embeddings().weight.shape[0]
     keep_tokens(model, frequent_tokens(section.tokens, vocab, prepared, name))
 
@@ -136,11 +136,11 @@ def frequent_tokens(tokens: int, vocab: int, prepared: Prepared, name: str) -> T
     Lower ids come first among equally frequent tokens. Raises ValueError if `tokens` exceeds the vocabulary.
     """
     if tokens > vocab:
-        raise ValueError(f"`vocabulary.tokens` is {tokens}, and the model has {vocab}")
+        raise ValueError(f"`vocabulary.tokens` must be at most the model's vocabulary size {vocab}, got {tokens}")
     counts = prepared.train.token_counts(trained=True)
     often = np.argsort(-np.pad(counts, (0, max(0, vocab - len(counts)))), kind="stable")[:tokens]
     share = counts[often[often < len(counts)]].sum() / counts.sum()
-    log(f"{name}: proposes {tokens:,} of {vocab:,} tokens, which are {share:.2%} of what is trained on")
+    log(f"{name}: draft vocabulary of {tokens:,} of {vocab:,} tokens, {share:.2%} of the supervised tokens")
     return torch.from_numpy(np.sort(often))
 
 
@@ -152,14 +152,14 @@ def parallel_of(recipe: DrafterRecipe, model: PreTrainedModel, prepared: Prepare
     section, vocab = recipe.parallel, model.get_input_embeddings().weight.shape[0]
     assert section is not None
     if model.config.is_encoder_decoder:
-        raise ValueError("`parallel` is for decoders, and the model is an encoder-decoder")
+        raise ValueError("`parallel` requires a decoder, but the model is an encoder-decoder")
     token = section.token if section.token is not None else mask_token(model.config)
     if token is None:
         counts = prepared.train.token_counts(trained=False)
         token = vocab - 1 - int(np.pad(counts, (0, vocab - len(counts)))[::-1].argmin())
-        log(f"{role_of(recipe)}: the mask token is {token}, the rarest one of the data")
+        log(f"{role_of(recipe)}: using the rarest token of the data, {token}, as mask token")
     if token >= vocab:
-        raise ValueError(f"`parallel.token` is {token}, and the model has {vocab} tokens")
+        raise ValueError(f"`parallel.token` must be less than the model's vocabulary size {vocab}, got {token}")
     setattr(model.config, MASK_TOKEN, token)
     return Parallel(**section.model_dump(exclude={"token"}), token=token)
 
@@ -170,10 +170,10 @@ def complete_section(recipe: DrafterRecipe) -> ModelSection:
     if section.config is None or recipe.target is None:
         return section
     try:
-        theirs = AutoConfig.from_pretrained(model_source(recipe.target, weights=False)).get_text_config()
+        target_config = AutoConfig.from_pretrained(model_source(recipe.target, weights=False)).get_text_config()
     except OSError as error:
-        raise ValueError(f"there is no target {recipe.target!r}: {first_line(error)}") from error
-    given = {name: getattr(theirs, name, None) for name in _FROM_TARGET}
+        raise ValueError(f"target {recipe.target!r} cannot be loaded: {first_line(error)}") from error
+    target_values = {name: getattr(target_config, name, None) for name in _FROM_TARGET}
     known = vars(AutoConfig.for_model(section.config["model_type"]))
-    taken = {name: value for name, value in given.items() if value is not None and name in known}
-    return section.model_copy(update={"config": taken | section.config})
+    inherited = {name: value for name, value in target_values.items() if value is not None and name in known}
+    return section.model_copy(update={"config": inherited | section.config})

@@ -70,39 +70,38 @@ def open_recipe(recipe: EvaluateRecipe) -> LoadedPair:
     for row in recipe.methods:
         for part in method_config(row.method, row.options).needs:
             if getattr(recipe, part) is None:
-                raise ValueError(f"method {row.method!r} needs `{part}`, and the recipe names none")
+                raise ValueError(f"method {row.method!r} requires `{part}`, which the recipe does not set")
     device = device_of(recipe)
     load = partial(load_model, dtype=recipe.drafter_dtype or recipe.dtype, device=device)
     refs = {"target": resolve_model(recipe.target)}
     tokenizer, model = load_tokenizer(recipe.target), load_target(recipe)
     heads = table = None
     if recipe.heads is not None:  # first, since they determine the hidden states that the target must return
-        folder = Path(place_of(recipe.heads, "heads"))
-        refs["heads"], (made, heads) = _open_part(recipe.heads, "heads", partial(load_heads, device=device))
+        folder = Path(locate_part(recipe.heads, "heads"))
+        refs["heads"], (manifest, heads) = _open_part(recipe.heads, "heads", partial(load_heads, device=device))
     sources = {} if recipe.drafter is None else {"drafter": recipe.drafter}
     sources |= {f"drafter {number}": source for number, source in enumerate(recipe.more_drafters, 2)}
     target = wrap_model(model, states=states_of(heads), aux_layers=_layers_read(sources.values()))
     fits = partial(check_target, vocab_size=target.vocab_size, tokenizer_fingerprint=tokenizer_fingerprint(tokenizer))
     if heads is not None:
         if (trained_with := other_target(folder, recipe.target)) is not None:
-            log(f"evaluate: the heads were trained with {trained_with}, not with {recipe.target}")
-        fits(made, what=f"the heads {recipe.heads}")
+            log(f"evaluate: the heads were trained for {trained_with}, not for {recipe.target}")
+        fits(manifest, name=f"the heads {recipe.heads}")
         heads = heads.to(target.dtype)
         if heads.hidden_size != target.hidden_size:
-            sizes = f"{heads.hidden_size}, the target makes {target.hidden_size}"
-            raise ValueError(f"the heads take hidden states of {sizes}")
+            raise ValueError(f"hidden_size of the heads is {heads.hidden_size}, expected {target.hidden_size}")
         attach_projection(heads, model, target.device)
     drafters = []
     for name, source in sources.items():
         refs[name], drafter = _open_drafter(recipe, source, target, fits, load, model, tokenizer)
         drafters.append(drafter)
     if recipe.table is not None:
-        refs["table"], (made, table) = _open_part(
+        refs["table"], (manifest, table) = _open_part(
             recipe.table,
             "table",
             lambda folder: copy.deepcopy(BigramTable.load(folder)),  # copied to memory, since files may change
         )
-        fits(made, what=f"the table {recipe.table}")
+        fits(manifest, name=f"the table {recipe.table}")
     parts = Parts(drafters[0] if drafters else None, heads, table, tuple(drafters[1:]))
     for entry in entries_of(recipe) if target.tree_fault else ():
         nodes, depth = build_method(entry.method, parts, entry.sampling, **entry.options).proposer.capacity(Limits())
@@ -113,23 +112,21 @@ def open_recipe(recipe: EvaluateRecipe) -> LoadedPair:
 
 def _layers_read(drafters: Iterable[str]) -> tuple[int, ...]:
     """Return the target's layers that drafters read; raise ValueError if they read different ones."""
-    folders = [Path(place_of(source, "drafter")) for source in drafters]
+    folders = [Path(locate_part(source, "drafter")) for source in drafters]
     read = {tuple(eagle_layers(folder)) for folder in folders if is_eagle(folder)}
     if len(read) > 1:
-        raise ValueError(
-            f"drafters of one evaluation must read the same layers of the target, these read {sorted(read)}"
-        )
+        raise ValueError(f"all drafters of an evaluation must read the same layers of the target, got {sorted(read)}")
     return read.pop() if read else ()
 
 
 def _open_part(
-    source: str, kind: str, load: Callable[[Path], Any], place: str | None = None
+    source: str, kind: str, load: Callable[[Path], Any], location: str | None = None
 ) -> tuple[ModelRef, tuple[Any, Any]]:
     """Load a part and its manifest, which is None for a drafter that is not an artifact."""
-    place = place or place_of(source, kind)
-    is_artifact = kind != "drafter" or (Path(place) / MANIFEST_FILE).is_file()
-    ref = resolve_model(source, place)
-    return ref, open_artifact(Path(place), load, kind) if is_artifact else (None, load(Path(place)))
+    location = location or locate_part(source, kind)
+    is_artifact = kind != "drafter" or (Path(location) / MANIFEST_FILE).is_file()
+    ref = resolve_model(source, location)
+    return ref, open_artifact(Path(location), load, kind) if is_artifact else (None, load(Path(location)))
 
 
 def _open_drafter(
@@ -143,8 +140,8 @@ def _open_drafter(
 ) -> tuple[ModelRef, LanguageModel]:
     """Load a draft model or EAGLE-3 heads; `fits` checks the manifest of an artifact against the target."""
     drafter: LanguageModel
-    if is_eagle(Path(place := place_of(source, "drafter"))):
-        ref, (made, heads) = _open_part(source, "heads", load_eagle, place)
+    if is_eagle(Path(location := locate_part(source, "drafter"))):
+        ref, (manifest, heads) = _open_part(source, "heads", load_eagle, location)
         weights = (model.get_input_embeddings().weight, model.get_output_embeddings().weight)
         named = recipe.drafter_dtype
         dtype = None if named in (None, "auto") else getattr(torch, storage_dtype(named, target.device.type))
@@ -155,36 +152,38 @@ def _open_drafter(
         if isinstance(target, GraphedModel):
             drafter = GraphedModel(drafter)
     else:
-        ref, (made, loaded) = _open_part(source, "drafter", lambda _: load(place_of(source, "drafter")))
+        ref, (manifest, loaded) = _open_part(source, "drafter", lambda _: load(locate_part(source, "drafter")))
         drafter = wrap_model(loaded.requires_grad_(False))
-        drafter.translation = _translation(recipe, source, made, tokenizer)
+        drafter.translation = _translation(recipe, source, manifest, tokenizer)
     if drafter.translation is not None:
         return ref, drafter
     try:
         check_same_vocabulary(target, drafter, f"drafter {source}")
-        if made is not None:
-            fits(made, what=f"the drafter {source}")
+        if manifest is not None:
+            fits(manifest, name=f"the drafter {source}")
     except ValueError as error:
-        hint = f"draftsmith doctor {recipe.target} {source} says what can be done; speculative alone drafts by its text"
+        hint = f"run `draftsmith doctor {recipe.target} {source}` for remedies, or evaluate only `speculative`"
         raise ValueError(f"{error}; {hint}") from error
     return ref, drafter
 
 
-def _translation(recipe: EvaluateRecipe, source: str, made: Manifest | None, tokenizer: Any) -> TextTranslation | None:
+def _translation(
+    recipe: EvaluateRecipe, source: str, manifest: Manifest | None, tokenizer: Any
+) -> TextTranslation | None:
     """Return a translation by text if the tokenizers differ and `speculative` is the only method that drafts."""
     drafting = {row.method for row in recipe.methods if "drafter" in method_config(row.method, row.options).needs}
-    known = made is not None and made.tokenizer_fingerprint == tokenizer_fingerprint(tokenizer)
+    known = manifest is not None and manifest.tokenizer_fingerprint == tokenizer_fingerprint(tokenizer)
     if known or drafting != {"speculative"}:
         return None
     try:
-        theirs = load_tokenizer(place_of(source, "drafter"))
+        drafters = load_tokenizer(locate_part(source, "drafter"))
     except ValueError:  # without its own tokenizer, the target's is assumed
         return None
-    return None if theirs.get_vocab() == tokenizer.get_vocab() else TextTranslation(tokenizer, theirs)
+    return None if drafters.get_vocab() == tokenizer.get_vocab() else TextTranslation(tokenizer, drafters)
 
 
 @cache
-def place_of(source: str, kind: str) -> str:
+def locate_part(source: str, kind: str) -> str:
     """Return the directory of a part, or the hub id of a drafter; artifacts on the hub are downloaded once."""
     return model_source(source) if kind == "drafter" else str(resolve(source, kind))
 
@@ -208,7 +207,7 @@ def prompts_of(
 def device_of(recipe: EvaluateRecipe | RegenerateRecipe) -> str:
     """Return the device of a recipe, by default a GPU if there is one; raise ValueError if it is not available."""
     if recipe.device.startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError(f"`device` is {recipe.device!r}, and torch finds no GPU here")
+        raise ValueError(f"`device` is {recipe.device!r}, but torch finds no GPU: use `device: cpu`")
     if recipe.device != "auto":
         return recipe.device
     return "cuda" if torch.cuda.is_available() else "cpu"
@@ -230,10 +229,10 @@ def entries_of(recipe: EvaluateRecipe) -> list[Entry]:
 def other_target(artifact: Path, target: str) -> str | None:
     """Return the target that an artifact was trained with if it differs from `target`, otherwise None."""
     made_for, base = load_manifest(artifact).target or {}, artifact / "base"
-    named, theirs = made_for.get("id"), made_for.get("sha256")
+    named, sha256 = made_for.get("id"), made_for.get("sha256")
     if (base / "config.json").is_file():
-        named, theirs = str(base), resolve_model(str(base)).sha256
-    return None if theirs is None or resolve_model(target).sha256 in (theirs, None) else str(named)
+        named, sha256 = str(base), resolve_model(str(base)).sha256
+    return None if sha256 is None or resolve_model(target).sha256 in (sha256, None) else str(named)
 
 
 @dataclass(frozen=True)
@@ -241,8 +240,8 @@ class Case:
     """Loaded evaluation with its prompts."""
 
     recipe: EvaluateRecipe
-    opened: LoadedPair
-    asked: list[Prompt]
+    pair: LoadedPair
+    questions: list[Prompt]
     prompts: list[list[int]]
     """Token ids of the prompts."""
     limits: Limits
@@ -256,41 +255,41 @@ class Case:
     @property
     def identity(self) -> dict[str, Any]:
         """Identity of the runs, for resuming."""
-        return identity_of(self.recipe, self.prompts, self.opened)
+        return identity_of(self.recipe, self.prompts, self.pair)
 
     def texts(self, sampling: Sampling, bar: Bar = bar) -> list[list[int]]:
         """Return the target's own continuations of the prompts."""
-        with bar(f"writing the target's own texts at temperature {sampling.temperature:g}", "prompts") as advance:
-            given = (self.opened.target, self.prompts, self.limits, sampling)
-            return sample_texts(*given, seed=self.recipe.seed, progress=advance)
+        with bar(f"generating on-policy responses at temperature {sampling.temperature:g}", "prompts") as advance:
+            arguments = (self.pair.target, self.prompts, self.limits, sampling)
+            return sample_texts(*arguments, seed=self.recipe.seed, progress=advance)
 
 
 def open_case(recipe: EvaluateRecipe, skipped: SkippedPrompts | None = None) -> Case:
     """Load the parts and prompts of a recipe; the prompts of larger batches are sorted by length."""
-    opened, skipped = open_recipe(recipe), SkippedPrompts() if skipped is None else skipped
-    found = prompts_of(recipe, opened.tokenizer, skipped)
-    template = get_template(recipe.template, opened.tokenizer, recipe.template_options)
-    ends = end_ids(opened.tokenizer, template, opened.model.generation_config, recipe.stop)
+    pair, skipped = open_recipe(recipe), SkippedPrompts() if skipped is None else skipped
+    loaded = prompts_of(recipe, pair.tokenizer, skipped)
+    template = get_template(recipe.template, pair.tokenizer, recipe.template_options)
+    ends = end_ids(pair.tokenizer, template, pair.model.generation_config, recipe.stop)
     limits = Limits(recipe.max_new_tokens, ends)
     if recipe.asks_every_turn():
 
         def answer(questions: list[list[int]]) -> list[str]:
-            with bar("writing the answers before later questions", "answers") as advance:
-                texts = sample_texts(opened.target, questions, limits, Sampling(0.0), progress=advance)
-            return [str(opened.tokenizer.decode(ids, skip_special_tokens=True)) for ids in texts]
+            with bar("generating answers of earlier turns", "answers") as advance:
+                texts = sample_texts(pair.target, questions, limits, Sampling(0.0), progress=advance)
+            return [str(pair.tokenizer.decode(ids, skip_special_tokens=True)) for ids in texts]
 
-        encode = prompt_renderer(template, opened.tokenizer)
-        found = ask_follow_ups(found, answer, encode, recipe.max_prompt_tokens, skipped)
+        encode = prompt_renderer(template, pair.tokenizer)
+        loaded = ask_follow_ups(loaded, answer, encode, recipe.max_prompt_tokens, skipped)
     if recipe.batch > 1:  # prompts of a batch are padded to the longest one
-        found = sorted(found, key=lambda each: len(each[1]))
-    return Case(recipe, opened, [prompt for prompt, _ in found], [ids for _, ids in found], limits, template)
+        loaded = sorted(loaded, key=lambda each: len(each[1]))
+    return Case(recipe, pair, [prompt for prompt, _ in loaded], [ids for _, ids in loaded], limits, template)
 
 
-def identity_of(recipe: EvaluateRecipe, prompts: Sequence[Sequence[int]], opened: LoadedPair) -> dict[str, Any]:
+def identity_of(recipe: EvaluateRecipe, prompts: Sequence[Sequence[int]], pair: LoadedPair) -> dict[str, Any]:
     """Return the identity of runs; finished runs are reused only if it is unchanged."""
     settings = recipe.recorded(exclude={"out", "energy", "energy_batches", "energy_runs", "energy_context"})
-    settings |= {f"hash of the {name}": ref.sha256 for name, ref in opened.refs.items()}
-    return settings | {"prompts read": prompts_digest(prompts), "machine": machine(opened.device)}
+    settings |= {f"hash of the {name}": ref.sha256 for name, ref in pair.refs.items()}
+    return settings | {"prompts read": prompts_digest(prompts), "machine": machine(pair.device)}
 
 
 def prompts_digest(prompts: Sequence[Sequence[int]]) -> str:

@@ -40,7 +40,7 @@ def _check_launch(recipe: HeadsRecipe, task: HeadsTask, accelerator: Any) -> Non
     precision = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(recipe.train.precision)
     if recipe.base is not None and zero_stage(accelerator) and precision not in (None, task.target.dtype):
         name, cast = (str(dtype).removeprefix("torch.") for dtype in (task.target.dtype, precision))
-        raise ValueError(f"the target is in {name}, and DeepSpeed would cast it to {cast}: set `target_dtype: {cast}`")
+        raise ValueError(f"DeepSpeed would cast the {name} target to {cast}: set `target_dtype: {cast}`")
 
 
 def make_heads_run(recipe: HeadsRecipe, tokenizer: Any, prepare: Callable[[], Prepared], accelerator: Any) -> Run:
@@ -69,11 +69,11 @@ def make_heads_run(recipe: HeadsRecipe, tokenizer: Any, prepare: Callable[[], Pr
         size += base.saved_bytes()
 
     def write(folder: Path) -> None:
-        kept = heads.to(target.dtype)
+        converted = heads.to(target.dtype)
         if recipe.architecture == "eagle3":
-            save_eagle(kept, folder)
+            save_eagle(converted, folder)
         else:
-            save_heads(kept, folder, made_for)
+            save_heads(converted, folder, made_for)
         if base is not None:
             base.save(folder / BASE)
             save_tokenizer(tokenizer, folder / BASE)
@@ -83,7 +83,6 @@ def make_heads_run(recipe: HeadsRecipe, tokenizer: Any, prepare: Callable[[], Pr
 
 
 def _make_task(recipe: HeadsRecipe, tokenizer: Any, prepared: Prepared, target: Any, heads: Any) -> HeadsTask:
-    """Return the task of a recipe with its measurement."""
     states = None if recipe.hidden.cache is None else open_hidden(recipe, prepared)
     common: dict[str, Any] = {
         "head_weights": [recipe.weight_decay_by_head**head for head in range(recipe.num_heads)],
@@ -103,7 +102,7 @@ def _make_task(recipe: HeadsRecipe, tokenizer: Any, prepared: Prepared, target: 
         task = Medusa2Task(target, heads, heldout, Medusa2(**numbers), **common)
         task.settings["lora"] = recipe.base.lora.model_dump(mode="json", exclude={"export"})
     if recipe.hidden.cache is not None and not recipe.measure.prompts:
-        _let_go(target)  # training uses only its embeddings and output layer
+        _drop_layers(target)  # training uses only its embeddings and output layer
     # settings that change the training or the meaning of its metrics
     task.settings["target_dtype"] = str(target.dtype)
     task.settings["heads"] = [recipe.num_heads, recipe.num_layers, recipe.projection, recipe.rank, heads.states]
@@ -114,7 +113,7 @@ def _make_task(recipe: HeadsRecipe, tokenizer: Any, prepared: Prepared, target: 
     return task
 
 
-def _let_go(target: Any) -> None:
+def _drop_layers(target: Any) -> None:
     """Drop the layers of a decoder, which take most of its memory."""
     decoder = target.get_decoder()
     for name, layers in [*decoder.named_children()]:
@@ -136,7 +135,7 @@ def _new_heads(recipe: HeadsRecipe, target: Any, prepared: Prepared) -> Predicti
     shape, scale = LogitShape.of(target.config.get_text_config(decoder=True)), 1.0
     start_VD = weight_VD.float() * shape.scale
     if recipe.states == "before-norm":
-        scale, norm_D = _before_norm(target, prepared)
+        scale, norm_D = _fit_before_norm(target, prepared)
         start_VD = start_VD * norm_D
     forms = (recipe.projection, recipe.rank, recipe.states)
     heads = PredictionHeads.from_lm_head(start_VD, recipe.num_heads, recipe.num_layers, *forms, scale=scale)
@@ -149,14 +148,14 @@ def _new_heads(recipe: HeadsRecipe, target: Any, prepared: Prepared) -> Predicti
 
 
 @torch.no_grad()
-def _before_norm(target: Any, prepared: Prepared) -> tuple[float, Tensor]:
+def _fit_before_norm(target: Any, prepared: Prepared) -> tuple[float, Tensor]:
     """Return a scale and weights, [D], that approximate the final norm on a held-out block.
 
     The scale gives pre-norm states a root mean square of 1; the weights are the least-squares factors from them to
     post-norm states. With both, heads start close to the target's output layer.
     """
     if not prepared.heldout.blocks:
-        raise ValueError("`states: before-norm` needs a held-out block to begin from, and there is none")
+        raise ValueError("`states: before-norm` requires a held-out block: increase `data.heldout_share`")
     forward = PackedForward(target, "before-norm")
     batch = prepared.heldout.batch([0]).to(target.device)
     before_XD = forward.hidden(batch)[batch.documents_BT != PADDING]

@@ -104,16 +104,16 @@ def load_trainable(source: str, *, decoder: bool = False, **options: Any) -> Pre
     model = load_model(source, **options)
     if model.config.is_encoder_decoder:
         if decoder:
-            raise ValueError(f"{source} is an encoder-decoder ({model.config.model_type}), and a decoder is needed")
+            raise ValueError(f"{source} is an encoder-decoder ({model.config.model_type}), but a decoder is required")
         Seq2SeqModel(model)
     return model
 
 
-def check_vocabulary(tokens: int, model: PreTrainedModel, what: str) -> None:
+def check_vocabulary(tokens: int, model: PreTrainedModel, name: str) -> None:
     """Raise ValueError if a model has fewer embeddings than a tokenizer has `tokens`."""
     rows = model.get_output_embeddings().weight.shape[0]
     if tokens > rows:
-        raise ValueError(f"the tokenizer has {tokens} tokens, and {what} has embeddings for {rows}")
+        raise ValueError(f"the tokenizer has {tokens} tokens, but {name} has embeddings for {rows}")
 
 
 def model_from_config(section: ModelSection, attention: str | None) -> PreTrainedModel:
@@ -132,12 +132,12 @@ def model_from_config(section: ModelSection, attention: str | None) -> PreTraine
             config.decoder_start_token_id = config.pad_token_id  # as in T5
         trains_here = not torch.accelerator.is_available()
         # bytes per parameter: float32 weights and, on the host, gradients and both moments of AdamW
-        check_memory(config, 16 if trains_here else 4, "make the model smaller")
+        check_memory(config, 16 if trains_here else 4, "reduce the sizes in `model.config`")
         model = new_model(config, attention)
         if config.is_encoder_decoder:
             Seq2SeqModel(model)
     except (ValueError, TypeError, RuntimeError, AttributeError, StrictDataclassError) as error:
-        raise ValueError(f"model.config makes no model: {' '.join(str(error).split())}") from error
+        raise ValueError(f"no model can be built from `model.config`: {' '.join(str(error).split())}") from error
     return model
 
 
@@ -148,7 +148,7 @@ def new_model(config: Any, attention: str | None) -> PreTrainedModel:
             config, **({} if attention is None else {"attn_implementation": attention})
         )
     except ImportError as error:
-        raise ValueError(f"`model.attention` is {attention}, which cannot be used: {error}") from error
+        raise ValueError(f"`model.attention: {attention}` is not available: {error}") from error
 
 
 def cut_layers(model: PreTrainedModel, layers: list[int], name: str, attention: str | None = None) -> PreTrainedModel:
@@ -160,10 +160,10 @@ def cut_layers(model: PreTrainedModel, layers: list[int], name: str, attention: 
     depths = {key: getattr(config, key) for key in _depth_keys(config)}
     count = min(depths.values())
     if layers[-1] >= count:
-        raise ValueError(f"`layers` has {layers[-1]}, and {name} has {count} layers, 0 to {count - 1}")
+        raise ValueError(f"`layers` must be in 0 to {count - 1} for {name}, got {layers[-1]}")
     prefixes = _layer_lists(model, set(depths.values()))
     if len(prefixes) != len(depths):
-        raise ValueError(f"{name} ({config.model_type}) keeps its layers in {len(prefixes)} lists: it cannot be cut")
+        raise ValueError(f"{name} ({config.model_type}) has {len(prefixes)} lists of layers and cannot be cut")
     settings = config.to_dict()
     for key, value in settings.items():
         if isinstance(value, list) and "layer" in key and len(value) in depths.values():
@@ -191,20 +191,20 @@ def _depth_keys(config: Any) -> list[str]:
 
 def _layer_lists(model: nn.Module, counts: set[int]) -> list[str]:
     """Return the names of the lists of layers, except for lists inside layers (experts)."""
-    found: list[str] = []
+    lists: list[str] = []
     for name, part in model.named_modules():
-        inside = any(name.startswith(f"{other}.") for other in found)
+        inside = any(name.startswith(f"{other}.") for other in lists)
         if isinstance(part, nn.ModuleList) and len(part) in counts and not inside:
-            found.append(name)
-    return found
+            lists.append(name)
+    return lists
 
 
 def _old_name(name: str, pattern: re.Pattern[str], layers: list[int], old: Mapping[str, Tensor]) -> str:
     """Return the name in the full model of a weight of the cut model."""
-    found = pattern.match(name)
-    if found is None:
+    match = pattern.match(name)
+    if match is None:
         return name
-    moved = f"{found[1]}.{layers[int(found[2])]}.{name[found.end() :]}"
+    moved = f"{match[1]}.{layers[int(match[2])]}.{name[match.end() :]}"
     return name if moved not in old and name.endswith(_SHARED_BIAS) else moved
 
 
@@ -213,20 +213,20 @@ def add_lora(model: PreTrainedModel, section: ModelSection) -> Any:
     lora, source = section.lora, section.source
     assert lora is not None
     if lora.export == "adapter" and section.layers:
-        raise ValueError(f"`lora.export: adapter` is for {source} as it is, in all its layers: use `export: merged`")
+        raise ValueError(f"`lora.export: adapter` requires all layers of {source}: use `export: merged`")
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
-        raise ValueError(f"`model.lora` needs peft: {install_hint('train')}") from error
+        raise ValueError(f"`model.lora` requires peft: {install_hint('train')}") from error
     head = model.get_output_embeddings()
-    tied = head.weight is model.get_input_embeddings().weight
+    is_tied = head.weight is model.get_input_embeddings().weight
     layers = [(name, part) for name, part in model.named_modules() if isinstance(part, (nn.Linear, Conv1D))]
     linear = {name.rpartition(".")[2] for name, part in layers if part is not head}
-    known = linear if tied else linear | {name for name, part in layers if part is head}
+    known = linear if is_tied else linear | {name for name, part in layers if part is head}
     for target in lora.targets:
         if target.rpartition(".")[2] not in known:
             near, names = did_you_mean(target, known), ", ".join(sorted(known))
-            raise ValueError(f"`lora.targets`: no linear layer ends in {target!r}.{near} There are: {names}")
+            raise ValueError(f"`lora.targets`: no linear layer is called {target!r}.{near} Known: {names}")
     config = LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,

@@ -58,12 +58,12 @@ def states_read(recipe: HeadsRecipe) -> str:
 
 def open_cache(recipe: DrafterRecipe, prepared: Prepared) -> CachedTeacher:
     """Open the teacher cache of a drafter, for its training and held-out data."""
-    return CachedTeacher(*_opened(recipe, prepared))
+    return CachedTeacher(*_open_caches(recipe, prepared))
 
 
 def open_hidden(recipe: HeadsRecipe, prepared: Prepared) -> CachedHidden:
     """Open the cache of hidden states of a recipe, for its training and held-out data."""
-    return CachedHidden(*_opened(recipe, prepared))
+    return CachedHidden(*_open_caches(recipe, prepared))
 
 
 def prepare_teacher(recipe: TrainingRecipe, accelerator: Any | None = None) -> Path:
@@ -93,11 +93,11 @@ def prepare_teacher(recipe: TrainingRecipe, accelerator: Any | None = None) -> P
 def _check(recipe: TrainingRecipe) -> DrafterRecipe | HeadsRecipe:
     """Return a recipe of a drafter or heads; raise ValueError if it has no target or cache."""
     if isinstance(recipe, TableRecipe):
-        raise ValueError("--teacher is for recipes of kind 'drafter' or 'heads', and this one is of kind 'table'")
+        raise ValueError("--teacher requires a recipe of kind 'drafter' or 'heads', got 'table'")
     setting = "teacher.cache" if isinstance(recipe, DrafterRecipe) else "hidden.cache"
     if recipe.target is None or _section(recipe).cache is None:
         missing = "target" if recipe.target is None else setting
-        raise ValueError(f"a cache of the target (`prepare --teacher`) needs `{missing}`, and the recipe has none")
+        raise ValueError(f"`prepare --teacher` requires `{missing}`, which the recipe does not set")
     return recipe
 
 
@@ -123,13 +123,13 @@ def _parts(recipe: DrafterRecipe | HeadsRecipe, prepared: Prepared) -> list[_Par
     return parts
 
 
-def _opened(recipe: DrafterRecipe | HeadsRecipe, prepared: Prepared) -> list[RowCache]:
+def _open_caches(recipe: DrafterRecipe | HeadsRecipe, prepared: Prepared) -> list[RowCache]:
     parts = _parts(_check(recipe), prepared)
     for part in parts:
         if not part.done:
             raise ValueError(
-                f"there is no cache of {part.source} for the {part.name} data in {part.folder.parent}: "
-                "`draftsmith prepare` with this recipe and `--teacher` writes it"
+                f"{part.folder.parent} has no cache of {part.source} for the {part.name} data: write it with "
+                "`draftsmith prepare --teacher` and this recipe"
             )
     return [RowCache(part.folder, type(part.source)) for part in parts]
 
@@ -170,9 +170,9 @@ def _write_share(writers: Sequence[CacheWriter], make_rows: MakeRows, batch: int
         for writer, shard in missing:
             if not writer.write(shard, make_rows, state.device, batch, progress, stopping):
                 assert stopping.received is not None
-                words = f"stopped by {signal.Signals(stopping.received).name} after {done:,} of {total:,} positions"
-                log(f"teacher: {words}; the same command resumes")
-                raise Interrupted(stopping.received, words)
+                message = f"stopped by {signal.Signals(stopping.received).name} after {done:,} of {total:,} positions"
+                log(f"teacher: {message}; the same command resumes")
+                raise Interrupted(stopping.received, message)
 
 
 def _check_disk(part: _Part, writers: Sequence[CacheWriter]) -> None:
@@ -180,18 +180,18 @@ def _check_disk(part: _Part, writers: Sequence[CacheWriter]) -> None:
     needed = sum(writer.missing_bytes() for writer in writers)
     size, rows = sum(writer.rows * writer.row_bytes for writer in writers), sum(writer.rows for writer in writers)
     folder = part.folder.parent
-    what = f"{part.source} at {rows:,} positions: {gigabytes(size)} in {folder}, {gigabytes(needed)} to write"
+    summary = f"{part.source} at {rows:,} positions: {gigabytes(size)} in {folder}, {gigabytes(needed)} to write"
     free = shutil.disk_usage(folder).free
     if needed > free:
-        raise ValueError(f"{what}, and {gigabytes(free)} are free; {part.source.size_advice}")
-    log(f"teacher: {what}")
+        raise ValueError(f"{summary}, but only {gigabytes(free)} are free; {part.source.size_advice}")
+    log(f"teacher: {summary}")
 
 
 def _report(parts: Sequence[_Part]) -> None:
     for part in parts:
-        opened = RowCache(part.folder, type(part.source))
-        log(f"teacher: {part.name}: {opened.rows:,} positions in {part.folder}")
+        cache = RowCache(part.folder, type(part.source))
+        log(f"teacher: {part.name}: {cache.rows:,} positions in {part.folder}")
         if isinstance(part.source, CacheSource):
-            mass = mean_mass(opened)
-            advice = "" if mass >= _ENOUGH_MASS else "; the rest is not taught: a larger `teacher.top_k` is better"
-            log(f"teacher: the top {part.source.top_k} hold {mass:.1%} of the probability{advice}")
+            mass = mean_mass(cache)
+            advice = "" if mass >= _ENOUGH_MASS else "; increase `teacher.top_k` to distil more of it"
+            log(f"teacher: the top {part.source.top_k} tokens have {mass:.1%} of the probability{advice}")

@@ -68,8 +68,8 @@ def quickstart(
     from ..schema.loading import load_recipe
 
     options = {"minutes": minutes, "seed": seed, "out": out}
-    given = {key: value for key, value in options.items() if value is not None}
-    loaded = load_recipe(recipe, overrides or [], given=given, kinds=["quickstart"])
+    changes = {key: value for key, value in options.items() if value is not None}
+    loaded = load_recipe(recipe, overrides or [], options=changes, kinds=["quickstart"])
     assert isinstance(loaded, QuickstartRecipe)
     from .pairs.quickstart import run_quickstart
 
@@ -97,10 +97,10 @@ def forge(
     from ..schema.forge import ForgeRecipe
     from ..schema.loading import parse_recipe
 
-    given: dict[str, Any] = {"hours": hours, "more_hours": more_hours, "engine": engine, "out": out}
-    given |= {"prompts": prompts or None, "drafters": drafter or None}
+    changes: dict[str, Any] = {"hours": hours, "more_hours": more_hours, "engine": engine, "out": out}
+    changes |= {"prompts": prompts or None, "drafters": drafter or None}
     lists = [f"{name}=[{text}]" for name, text in (("batch", batch), ("temperature", temperature)) if text is not None]
-    values = {"kind": "forge", "target": target} | {key: value for key, value in given.items() if value is not None}
+    values = {"kind": "forge", "target": target} | {key: value for key, value in changes.items() if value is not None}
     recipe = parse_recipe(values, "forge", [*lists, *(overrides or [])], kinds=("forge",))
     assert isinstance(recipe, ForgeRecipe)
     from .pairs.forge import run_forge
@@ -129,7 +129,7 @@ def prepare(
         _list_corpora()
         return
     if not recipe:
-        raise ValueError("name a recipe, or list the known corpora: `draftsmith prepare --list`")
+        raise ValueError("the recipe is missing: pass one, or list the known corpora with `draftsmith prepare --list`")
     if lint or not teacher:
         refuse_several("prepare --lint" if lint else "prepare")
     loaded = load_training(recipe, overrides or [])
@@ -258,7 +258,7 @@ def recipes_copy(recipe: RecipeName, to: Annotated[Path, typer.Argument(help="Ne
     source = launch_settings().get(recipe.removesuffix(".yaml").removesuffix(".json")) or find_recipe(recipe)
     target = to / source.name if to.is_dir() else to
     if target.exists():
-        raise ValueError(f"{target} exists already")
+        raise ValueError(f"{target} already exists: choose another file")
     target.parent.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(source, target)
     console().print(f"copied to {target}")
@@ -270,11 +270,11 @@ def main() -> None:
     try:
         app()
     except Interrupted as stopped:
-        _say_how_to_go_on()
+        _log_resume_command()
         sys.exit(128 + stopped.signal_number)
     except SystemExit as ended:
         if ended.code == 128 + signal.SIGINT:  # typer's exit code for Ctrl-C in commands without a handler
-            _say_how_to_go_on()
+            _log_resume_command()
         raise
     except TrainingError as error:
         _fail(f"error: {error}", 1)
@@ -282,21 +282,21 @@ def main() -> None:
         _fail(f"error: {error_text(error)}", 2)
     except Exception as error:
         if "No space left" in str(error) or (isinstance(error, OSError) and error.errno == errno.ENOSPC):
-            _fail(f"error: no space left on the disk: {error_text(error)}; what was saved before is whole", 1)
+            _fail(f"error: no space left on the disk: {error_text(error)}; files saved before are intact", 1)
         if isinstance(error, OSError):
             _fail(f"error: {error_text(error)}", 1)
         if is_peer_failure(error):
             reason, rank = " ".join(str(error).split()), os.environ.get("RANK", "0")
-            _fail(f"process {rank} ended, because another one of this launch has, or does not answer: {reason}", 1)
+            _fail(f"process {rank} ended because another process of this launch ended or does not respond: {reason}", 1)
         log(traceback.format_exc())
         sys.exit(1)
     finally:
         destroy_process_group()
 
 
-def _say_how_to_go_on() -> None:
+def _log_resume_command() -> None:
     if is_first():
-        log(f"to go on: {typed_command() or 'the same command'}")
+        log(f"to resume: {typed_command() or 'the same command'}")
 
 
 def _fail(message: str, code: int) -> None:

@@ -35,14 +35,10 @@ RecipeOrTarget = Annotated[str | None, typer.Argument(help="Recipe file or name;
 Target = Annotated[str | None, typer.Option(help="Directory or hub id of the target.")]
 ResultsFile = Annotated[str | None, typer.Option(help="Results file (.json).")]
 Methods = Annotated[
-    list[str] | None,
-    typer.Option("--method", help="Method, or label of a row; repeat for more. Methods: {methods}."),
+    list[str] | None, typer.Option("--method", help="Method or label; repeat for more. Methods: {methods}.")
 ]
 Concurrency = Annotated[str | None, typer.Option(help="Numbers of requests in flight, such as 1,8 (default: 1).")]
-EngineName = Annotated[
-    str | None,
-    typer.Option(help="Tune this engine with an export (--drafter or --heads): vllm, sglang, llama.cpp."),
-]
+EngineName = Annotated[str | None, typer.Option(help="Tune an export in this engine: vllm, sglang, llama.cpp.")]
 EngineOptions = Annotated[str, typer.Option(help="Further options of the engine, such as '--dtype float32'.")]
 ENERGY_BATCHES = [1, 2, 4, 8, 16]
 
@@ -63,8 +59,8 @@ class Evaluation:
         """Return the recipe after the changes of these arguments."""
         from .evaluation.recipe import evaluate_recipe
 
-        given = {name: getattr(self, name) for name in ("target", "drafter", "heads", "table", "prompts")}
-        return evaluate_recipe(self.recipe, self.overrides or [], given | {"out": out}, command, method or ())
+        options = {name: getattr(self, name) for name in ("target", "drafter", "heads", "table", "prompts")}
+        return evaluate_recipe(self.recipe, self.overrides or [], options | {"out": out}, command, method or ())
 
 
 def _takes_evaluation(command: Callable[..., None]) -> Callable[..., None]:
@@ -73,19 +69,19 @@ def _takes_evaluation(command: Callable[..., None]) -> Callable[..., None]:
     own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
 
     @functools.wraps(command)
-    def called(**values: Any) -> None:
+    def invoke(**values: Any) -> None:
         command(Evaluation(**{name: values.pop(name) for name in common}), **values)
 
-    del called.__wrapped__  # otherwise typer reads the parameters of `command`
+    del invoke.__wrapped__  # otherwise typer reads the parameters of `command`
     parameters = [*common.values(), *own]
-    called.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    called.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    return called
+    invoke.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    invoke.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return invoke
 
 
 @_takes_evaluation
 def evaluate(
-    asked: Evaluation,
+    evaluation: Evaluation,
     out: ResultsFile = None,
     method: Methods = None,
     energy: Annotated[
@@ -98,7 +94,7 @@ def evaluate(
     the rows are autoregressive decoding and one method for each artifact; `methods=all` runs every method that they
     allow. An interrupted evaluation resumes.
     """
-    loaded = asked.load("evaluate", method, out)
+    loaded = evaluation.load("evaluate", method, out)
     from .evaluation.evaluate import run_evaluate
 
     run_evaluate(loaded.model_copy(update={"energy_batches": ENERGY_BATCHES}) if energy else loaded)
@@ -131,13 +127,13 @@ def bench(
 
     Examples: `bench --server http://host:8000/v1 --baseline http://host:8001/v1`, `bench EXPORT --engine vllm`.
     """
-    given = {"server": server, "baseline": baseline, "prompts": prompts, "concurrency": concurrency, "out": out}
+    options = {"server": server, "baseline": baseline, "prompts": prompts, "concurrency": concurrency, "out": out}
     if engine is None:
         if serve:
-            raise ValueError("--serve starts an engine: give --engine and an export")
+            raise ValueError("--serve requires an export and --engine")
         from .serving.bench import bench_recipe, run_bench
 
-        run_bench(bench_recipe(source, overrides or [], **given))
+        run_bench(bench_recipe(source, overrides or [], **options))
         return
     from .serving.engines import commands_of, engine_recipe, measure_engine, serve_engine
 
@@ -146,12 +142,12 @@ def bench(
     if serve:
         serve_engine(sides[0], port, more, f"serve-{engine}")
     else:
-        measure_engine(engine_recipe(overrides or [], given, port), sides, more, f"serve-{engine}")
+        measure_engine(engine_recipe(overrides or [], options, port), sides, more, f"serve-{engine}")
 
 
 @_takes_evaluation
 def certify(
-    asked: Evaluation,
+    evaluation: Evaluation,
     tokens: Annotated[int, typer.Option(help="Tokens to test for each method at temperatures above 0.")] = 4_000,
     batch: Annotated[int, typer.Option(help="Batch size.")] = 8,
     out: Annotated[Path | None, typer.Option(help="Certificate file (default: next to the results).")] = None,
@@ -163,7 +159,7 @@ def certify(
     tokens and on the given one. Exits with 1 if a lossless method fails or stays undecided. Example: `certify --target
     T --drafter D --prompts questions.jsonl`.
     """
-    loaded = asked.load("certify", method)
+    loaded = evaluation.load("certify", method)
     from .evaluation.certify import run_certify
 
     if any(certificate.is_suspect for certificate in run_certify(loaded, tokens, batch, out)):
@@ -172,7 +168,7 @@ def certify(
 
 @_takes_evaluation
 def tune(
-    asked: Evaluation,
+    evaluation: Evaluation,
     out: ResultsFile = None,
     method: Methods = None,
     concurrency: Concurrency = None,
@@ -188,15 +184,15 @@ def tune(
         from .serving.engines import commands_of, engine_recipe
         from .serving.lengths import max_draft_tokens, run_tune_lengths
 
-        asking = {"prompts": asked.prompts, "out": out or f"tune-{engine}.json", "concurrency": concurrency}
-        served = engine_recipe([*([asked.recipe] if asked.recipe else []), *(asked.overrides or [])], asking)
-        export = asked.drafter or asked.heads or ""
-        commands = partial(commands_of, export or None, engine, asked.target)
+        asking = {"prompts": evaluation.prompts, "out": out or f"tune-{engine}.json", "concurrency": concurrency}
+        served = engine_recipe([*filter(None, [evaluation.recipe]), *(evaluation.overrides or [])], asking)
+        export = evaluation.drafter or evaluation.heads or ""
+        commands = partial(commands_of, export or None, engine, evaluation.target)
         commands()  # raises early if the export cannot be served
         more = shlex.split(engine_options)
         run_tune_lengths(served, engine, commands, max_draft_tokens(export), more, f"serve-{engine}")
         return
-    loaded = asked.load("tune", method, out)
+    loaded = evaluation.load("tune", method, out)
     from .evaluation.tune import run_tune
 
     run_tune(loaded)

@@ -25,24 +25,24 @@ _COLUMNS = [
 
 def load_certificate(path: Path) -> dict[str, Any]:
     """Load a file of `draftsmith certify`; raise ValueError if it is of another kind or a newer version."""
-    found = read_document(path, SCHEMA, "draftsmith certify")
-    if found.get("kind") != KIND:
-        raise ValueError(f"{path} is no certificate, its kind is {found.get('kind')!r}")
-    return found
+    certificate = read_document(path, SCHEMA, "draftsmith certify")
+    if certificate.get("kind") != KIND:
+        raise ValueError(f"{path} is not a certificate: its kind is {certificate.get('kind')!r}, expected {KIND!r}")
+    return certificate
 
 
 def certificate_section(certificate: Mapping[str, Any], recipe: Mapping[str, Any]) -> str:
     """Render the certificate as HTML, with notes if it belongs to other or changed artifacts or another dtype."""
     notes = []
     for name in ("target", "drafter", "heads", "table", "dtype"):
-        certified, shown = ((each or {}).get(name) for each in (certificate.get("recipe"), recipe))
-        if certified != shown:
-            notes.append(f"This certificate is of something else than the results: {name} {certified}, here {shown}.")
+        certified, evaluated = ((each or {}).get(name) for each in (certificate.get("recipe"), recipe))
+        if certified != evaluated:
+            notes.append(f"This certificate does not match the results: {name} {certified}, expected {evaluated}.")
     for name, one in certificate["artifacts"].items():
         if not is_unchanged(one):
-            notes.append(f"This certificate is stale: {name} {one['source']} changed since it was made. Certify again.")
+            notes.append(f"This certificate is outdated: {name} {one['source']} changed. Certify again.")
     if not certificate["complete"]:
-        notes.append("The certificate is not complete: certifying was stopped before all methods were judged.")
+        notes.append("This certificate is incomplete: certification was stopped before all methods were tested.")
     table = certificates_table("Certificates", certificate["certificates"], certificate["stress"])
     return render("certificate.html", notes=notes, table=table)
 
@@ -83,31 +83,31 @@ def explanations(certificates: Sequence[Certificate], stress: Sequence[Certifica
     """Return lines about failures, missing text, and the rounding at each temperature."""
     lines = []
     for certificate in [*stress, *certificates]:
-        found, undecided = certificate.power["detectable_bias_99"], certificate.verdict == "undecided"
+        bias, undecided = certificate.power["detectable_bias_99"], certificate.verdict == "undecided"
         if undecided or certificate.verdict == "too little text":
-            why = "another seed= would tell" if undecided else "more --tokens, or prompts, would tell"
+            remedy = "repeat it with another seed" if undecided else "increase --tokens, or the number of prompts"
             lines.append(
-                f"{certificate.label}: {certificate.verdict}: of {certificate.power['tokens']:,} tokens a bias of "
-                f"{100 * found:.1f} % would be found with 99 % probability, no smaller one; {why}"
+                f"{certificate.label}: {certificate.verdict}: {certificate.power['tokens']:,} tokens detect a bias of "
+                f"{100 * bias:.1f} % or more with 99 % probability; {remedy}"
             )
         if not certificate.is_suspect:
             continue
         lines += [
             f"error: {certificate.label}: prompt {finding.prompt}, new token {finding.position}: token "
-            f"{finding.token} ({finding.kind}), expected {finding.expected}, logits apart {finding.margin}"
+            f"{finding.token} ({finding.kind}), expected {finding.expected}, difference of logits {finding.margin}"
             for finding in [each for each in certificate.findings if each.kind not in ("near-tie", "edge")][:3]
         ]
         lowest = min((test["p_value"] for test in certificate.tests), default=1.0)
         lines += [
-            f"error: {certificate.label}: the text does not follow the target: {test['test']}, ordered by "
-            f"{test['order']}: p = {test['p_value']:.1g}; below {test['level']:.1g} is a fault"
+            f"error: {certificate.label}: the output distribution differs from the target's: {test['test']}, ordered "
+            f"by {test['order']}: p = {test['p_value']:.1g} is below {test['level']:.1g}"
             for test in certificate.tests
             if test["p_value"] <= (lowest if undecided else test["level"])
         ]
     for temperature, rounding in {one.sampling["temperature"]: one.rounding for one in certificates}.items():
         lines.append(
-            f"temperature {temperature:g}: forwards of other shapes differ by up to {rounding.spread:.2g} in a logit "
-            f"({rounding.dtype}); a near-tie is a difference of up to {rounding.near_tie:.2g}; total variation by "
-            f"rounding {rounding.total_variation:.2g}"
+            f"temperature {temperature:g}: logits of forwards of different shapes differ by up to "
+            f"{rounding.spread:.2g} ({rounding.dtype}); a near-tie is a difference of up to {rounding.near_tie:.2g}; "
+            f"total variation by rounding {rounding.total_variation:.2g}"
         )
     return lines

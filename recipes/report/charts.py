@@ -8,12 +8,12 @@ from .tables import Numbered, render
 
 _WIDTH, _HEIGHT, _MARGIN, _TICKS = 680, 340, 52, 6
 _BOUND = (
-    "The bar above a point is its bound: the speedup if steps took no longer than the forwards in them. The line "
-    "through a point is its 95 % interval. On the dotted line a step would cost no more than plain decoding's."
+    "The bar above a point is its bound: the speedup if a step took no longer than its forwards. The line through a "
+    "point is its 95 % interval. The dotted line is the speedup if a step took as long as one of the baseline."
 )
 _PERPLEXITY = (
-    "Lossy methods change the perplexity; a lossless method has the target's own. Low perplexity alone is not quality: "
-    "repetitive text has it too."
+    "Lossy methods change the perplexity; lossless methods have the target's. Low perplexity alone is not quality: "
+    "repetitive text also has low perplexity."
 )
 
 

@@ -33,25 +33,25 @@ def compare(names: Sequence[str], results: Sequence[Results]) -> Comparison:
 
     A change is bold if the 95 % intervals of the two values do not overlap.
     """
-    held = [{(row["label"], float(row["temperature"])): row for row in result["methods"]} for result in results]
-    common = [key for key in held[0] if all(key in rows for rows in held)]
+    rows_by_key = [{(row["label"], float(row["temperature"])): row for row in result["methods"]} for result in results]
+    common = [key for key in rows_by_key[0] if all(key in rows for rows in rows_by_key)]
     if not common:
-        listed = [f"{name} has {', '.join(map(_called, rows))}" for name, rows in zip(names, held, strict=True)]
-        raise ValueError(f"no method in common: {'; '.join(listed)}")
+        listed = [f"{name}: {', '.join(map(_row_name, rows))}" for name, rows in zip(names, rows_by_key, strict=True)]
+        raise ValueError(f"the results have no method in common: {'; '.join(listed)}")
     notes = [note for name, result in zip(names[1:], results[1:], strict=True)
              for note in _differences(names[0], name, results[0], result)]  # fmt: skip
-    for name, rows in zip(names, held, strict=True):
-        if left := [_called(key) for key in rows if key not in common]:
-            notes.append(f"not in all results, so not compared: {', '.join(left)} ({name})")
-        if unsteady := [_called(key) for key in common if rows[key].get("steady") is False]:
-            notes.append(f"unsteady times, not to be relied on: {', '.join(unsteady)} ({name})")
+    for name, rows in zip(names, rows_by_key, strict=True):
+        if skipped := [_row_name(key) for key in rows if key not in common]:
+            notes.append(f"not compared, since not in all results: {', '.join(skipped)} ({name})")
+        if unsteady := [_row_name(key) for key in common if rows[key].get("steady") is False]:
+            notes.append(f"unsteady, unreliable times: {', '.join(unsteady)} ({name})")
     columns = [Column("method", numeric=False), Column("T"), *map(Column, names)]
     columns += [Column(f"change to {name}", "%") for name in names[1:]]
     tables = []
     for metric, caption in METRICS.items():
         cells = []
         for key in common:
-            first, *others = [rows[key] for rows in held]
+            first, *others = [rows[key] for rows in rows_by_key]
             values = [number_cell(row.get(metric)) for row in (first, *others)]
             changes = [_change_cell(metric, first, other) for other in others]
             cells.append([Cell(key[0]), Cell(f"{key[1]:g}", key[1]), *values, *changes])
@@ -64,21 +64,21 @@ def _differences(first: str, name: str, one: Results, other: Results) -> list[st
     sides = (one, other)
     about = ("device", "name", "cores", "threads")
     facts: dict[str, list[Any]] = {
-        "machine": [", ".join(str(side["machine"].get(key)) for key in about) for side in sides]
+        "machine": [", ".join(str(result["machine"].get(key)) for key in about) for result in sides]
     }
-    facts |= {key: [side["recipe"].get(key) for side in sides] for key in _SETTINGS}
-    facts["hash of the prompts"] = [side.get("prompts_sha256") for side in sides]
-    versions = [side["machine"].get("versions") or {} for side in sides]
+    facts |= {key: [result["recipe"].get(key) for result in sides] for key in _SETTINGS}
+    facts["hash of the prompts"] = [result.get("prompts_sha256") for result in sides]
+    versions = [result["machine"].get("versions") or {} for result in sides]
     facts |= {package: [each.get(package) for each in versions] for package in sorted(versions[0] | versions[1])}
     notes: list[str] = [
         f"{key}: {pair[0]} ({first}), {pair[1]} ({name})" for key, pair in facts.items() if pair[0] != pair[1]
     ]
     if facts["machine"][0] != facts["machine"][1]:
-        notes[0] += ": compare speedups, which are over the baseline of each machine, and not tokens per second"
+        notes[0] += ": compare speedups over the baseline, not tokens per second"
     return notes
 
 
-def _called(key: tuple[str, float]) -> str:
+def _row_name(key: tuple[str, float]) -> str:
     return f"{key[0]} at temperature {key[1]:g}"
 
 

@@ -33,7 +33,7 @@ def write_forge_page(results: Mapping[str, Any], out: Path) -> Path:
         winners.append((str(workload), each["winner"], _verdict(each["certificate"] or {})))
     about = {key: results[key] for key in ("recipe", "machine", "decision_log")} | {"winners": winners}
     about |= {"given": duration(3600 * results["recipe"]["hours"]), "took": duration(sum(results["spent"].values()))}
-    return write_page(out, "Forged", render("forge.html", tables=tables, **about))
+    return write_page(out, "Forge report", render("forge.html", tables=tables, **about))
 
 
 def _verdict(certificate: Mapping[str, str]) -> str | None:
@@ -42,11 +42,11 @@ def _verdict(certificate: Mapping[str, str]) -> str | None:
     return max(verdicts, key=VERDICTS.index, default=None)
 
 
-def _row(found: Mapping[str, Any]) -> list[Cell]:
+def _row(measurement: Mapping[str, Any]) -> list[Cell]:
     return [
-        Cell(found["label"]),
-        Cell(f"{found['steps']:,}" if found["steps"] else "none"),
-        number_cell(found["tokens_per_step"]),
-        number_cell(found["speedup"]),
-        interval_cell(found["interval"]),
+        Cell(measurement["label"]),
+        Cell(f"{measurement['steps']:,}" if measurement["steps"] else "none"),
+        number_cell(measurement["tokens_per_step"]),
+        number_cell(measurement["speedup"]),
+        interval_cell(measurement["interval"]),
     ]

@@ -38,7 +38,7 @@ from .tables import (
 Results = Mapping[str, Any]
 
 
-def report_beside(results: Path) -> Path:
+def report_path(results: Path) -> Path:
     """Return the path of the report: `report.html` for `results.json`, otherwise `NAME.html` for `NAME.json`."""
     return results.with_name("report.html" if results.name == "results.json" else f"{results.stem}.html")
 
@@ -47,7 +47,7 @@ def run_report(paths: Sequence[Path], out: Path | None = None) -> Path:
     """Write the report of results files, and print how the others differ from the first."""
     names, loaded = short_names(paths), [load_results(path) for path in paths]
     comparison = compare(names, loaded) if len(loaded) > 1 else None
-    written = write_report(out or report_beside(paths[0]), paths, loaded, comparison)
+    written = write_report(out or report_path(paths[0]), paths, loaded, comparison)
     if comparison is not None:
         for table in comparison.tables:
             console().print(table.rich())
@@ -62,12 +62,12 @@ def write_report(
 ) -> Path:
     """Write the page atomically; a certificate next to the results that cannot be read becomes an alert."""
     names = short_names(paths)
-    parts = ["<h1>Speculative decoding, measured</h1>"]
+    parts = ["<h1>Speculative decoding benchmark</h1>"]
     if comparison is not None:
         parts.append(render("comparison.html", comparison=comparison))
-    for name, path, found in zip(names, paths, results, strict=True):
-        parts.append(render("evaluation.html", name=name, named=len(paths) > 1, results=found, **_context(found)))
-        parts.append(_certificate(path, found["recipe"]))
+    for name, path, result in zip(names, paths, results, strict=True):
+        parts.append(render("evaluation.html", name=name, named=len(paths) > 1, results=result, **_context(result)))
+        parts.append(_certificate(path, result["recipe"]))
     return write_page(out, f"Speculative decoding: {', '.join(names)}", "".join(parts))
 
 
@@ -79,7 +79,7 @@ def _certificate(results: Path, recipe: Mapping[str, Any]) -> str:
     try:
         return certificate_section(load_certificate(path), recipe)
     except (ValueError, LookupError, TypeError, AttributeError) as error:
-        problem = str(error) if str(path) in str(error) else f"{path} cannot be shown: {error!r}"
+        problem = str(error) if str(path) in str(error) else f"{path} cannot be rendered: {error!r}"
         log(f"report: {problem}")
         return render("alert.html", notes=[problem])
 
@@ -88,11 +88,11 @@ def write_page(out: Path, title: str, body: str) -> Path:
     """Write a page atomically, with a table of contents from the headings and captions of `body` (HTML)."""
     links: list[tuple[str, str]] = []
 
-    def anchored(found: re.Match[str]) -> str:
-        links.append((found[1], found[2]))
-        return f'<{found[1]} id="part-{len(links)}">{found[2]}</{found[1]}>'
+    def add_anchor(match: re.Match[str]) -> str:
+        links.append((match[1], match[2]))
+        return f'<{match[1]} id="part-{len(links)}">{match[2]}</{match[1]}>'
 
-    body = re.sub(r"<(h2|h3|caption)>(.*?)</\1>", anchored, str(body), flags=re.DOTALL)
+    body = re.sub(r"<(h2|h3|caption)>(.*?)</\1>", add_anchor, str(body), flags=re.DOTALL)
     if len(links) > 1:
         body = body.replace("</h1>", "</h1>" + str(render("contents.html", links=links)), 1)
     atomic_text(out, render("page.html", title=title, body=body))
@@ -102,19 +102,18 @@ def write_page(out: Path, title: str, body: str) -> Path:
 def short_names(paths: Sequence[Path]) -> list[str]:
     """Return short names that distinguish the files; raise ValueError if a file is given twice."""
     if len({path.resolve() for path in paths}) < len(paths):
-        raise ValueError(f"the same results twice: {', '.join(map(str, paths))}")
+        raise ValueError(f"results files must be distinct, got {', '.join(map(str, paths))}")
     names = ["/".join(path.parts[-2:]) for path in paths]
     return names if len(set(names)) == len(names) else [str(path) for path in paths]
 
 
 def _context(results: Results) -> dict[str, Any]:
-    """Return the values for the template of an evaluation."""
     rows, machine, is_bench = results["methods"], results["machine"], results["kind"] == BENCH
     temperatures = dict.fromkeys(float(row["temperature"]) for row in rows)
     groups = {each: [(n, row) for n, row in enumerate(rows, 1) if row["temperature"] == each] for each in temperatures}
-    shown = {"All methods": SPEED, "Cost": cost_metrics(rows), "Quality": QUALITY, "Time of a step": PHASES}
-    shown = {"By load": BENCH_COLUMNS} if is_bench else shown
-    tables = [method_table(caption, rows, columns) for caption, columns in shown.items()]
+    metrics = {"All methods": SPEED, "Cost": cost_metrics(rows), "Quality": QUALITY, "Time of a step": PHASES}
+    metrics = {"By load": BENCH_COLUMNS} if is_bench else metrics
+    tables = [method_table(caption, rows, columns) for caption, columns in metrics.items()]
     tables += [category_table(rows)] if any(len(row.get("by_category") or ()) > 1 for row in rows) else []
     tables += [depth_table(rows)] if any(row.get("acceptance_by_depth") for row in rows) else []
     tables += [energy_table(results["energy_by_batch"])] if results.get("energy_by_batch") else []
@@ -153,9 +152,9 @@ def verdict(rows: Sequence[Row]) -> str:
     """Return a sentence about the best speedup of a server, and the loads at which it is not faster."""
     known = [row for row in rows if row["method"] != BASELINE and row["speedup"] is not None]
     if not known:
-        return "There is no baseline to compare with: give --baseline."
+        return "There is no speedup without a baseline: pass --baseline."
     best = max(known, key=lambda row: float(row["speedup"]))
     interval = f" (95 % interval {interval_cell(best['speedup_interval']).text})" if best["speedup_interval"] else ""
-    found = f"Best speedup: {number(best['speedup'])}×{interval} at {best['label']}"
+    text = f"Best speedup: {number(best['speedup'])}×{interval} at {best['label']}"
     slower = [row["label"] for row in known if row["speedup"] <= 1]
-    return f"{found}; not faster than the baseline at {', '.join(slower)}." if slower else f"{found}."
+    return f"{text}; not faster than the baseline at {', '.join(slower)}." if slower else f"{text}."

@@ -136,9 +136,9 @@ def _metric(heading: str, key: str, digits: int = 2, unit: str = "", scale: floa
 def _lossless(row: Row) -> Cell:
     """Return whether a method is lossless, and on how many prompts it wrote the greedy text."""
     same, ties = row.get("identical_to_greedy"), row.get("near_ties")
-    seen = f" {same[0]}/{same[1]}" if same and row.get("lossless") else ""
+    identical = f" {same[0]}/{same[1]}" if same and row.get("lossless") else ""
     note = f"{ties} near-tie{'s' * (ties > 1)}" if ties else ""
-    return Cell(("yes" if row.get("lossless") else "no") + seen, int(bool(row.get("lossless"))), note)
+    return Cell(("yes" if row.get("lossless") else "no") + identical, int(bool(row.get("lossless"))), note)
 
 
 def _share_cell(pair: Any) -> Cell:
@@ -183,7 +183,7 @@ BENCH_TERMINAL = (*_STEP, _PER_TOKEN, _SAME)
 BENCH_COLUMNS = (
     Metric(Column("T", "temperature"), lambda row: Cell(f"{row['temperature']:g}", row["temperature"])),
     *_STEP,
-    _metric("to the first", "ms_to_first.median", 0, "ms"),
+    _metric("first token", "ms_to_first.median", 0, "ms"),
     _PER_TOKEN,
     Metric(Column("interval", "95 %, ms"), lambda row: interval_cell(row.get("ms_per_token_interval"), 1)),
     _SAME,
@@ -201,7 +201,7 @@ def cost_metrics(rows: Sequence[Row]) -> tuple[Metric, ...]:
     parts = {"verification": "verification", "drafting": "drafting", "both": "total"}
     flops = [_metric(title, f"flops_per_token.{part}", 2, f"{name}/token", 1 / size) for title, part in parts.items()]
     return (
-        _metric("nodes", "nodes_per_step", 1, "a step"),
+        _metric("nodes", "nodes_per_step", 1, "per step"),
         _metric("accepted", "acceptance_rate", unit="of examined"),
         *flops,
         _metric("energy", "joules_per_token", 3, joules),
@@ -233,7 +233,7 @@ def conclusions(rows: Sequence[Row]) -> list[str]:
         text = f"{best['label']}, {speedup_cell(best).text}x" + ("" if low is None else f" ({low:.2f}–{high:.2f})")
         if same := best.get("identical_to_greedy"):
             text += f"; {same[0]} of {same[1]} texts identical"
-        name = "fastest lossless method" if best["speedup"] > 1 else "no lossless method is faster; the best"
+        name = "fastest lossless method" if best["speedup"] > 1 else "no lossless speedup; the best method"
         lines.append(f"{name} at temperature {temperature:g}: {text}")
     return lines
 

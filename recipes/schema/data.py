@@ -99,9 +99,9 @@ class DataSection(PlaceSection):
     @model_validator(mode="after")
     def _consistent(self) -> DataSection:
         if (self.source is None) == (not self.mixture):
-            given = "both" if self.source else "neither"
-            raise ValueError(f"give one of `source` (a corpus) and `mixture` (several), got {given}")
+            state = "both" if self.source else "neither"
+            raise ValueError(f"set exactly one of `source` (a corpus) and `mixture` (several), got {state}")
         if self.source is None and any(getattr(self, name) for name in PlaceSection.model_fields):
-            raise ValueError(f"with `mixture`, {', '.join(PlaceSection.model_fields)} belong to its corpora")
+            raise ValueError(f"with `mixture`, set {', '.join(PlaceSection.model_fields)} in its corpora")
         check_cleaning(self.clean)
         return self

@@ -36,11 +36,11 @@ def describe(model: type[BaseModel], fault: Any, under: str = "") -> str:
         return f"{key!r} is missing"
     message = fault["msg"].removeprefix("Value error, ")
     message = message[0].lower() + message[1:]
-    given = "" if isinstance(fault["input"], (dict, BaseModel)) else f", got {fault['input']!r}"
+    suffix = "" if isinstance(fault["input"], (dict, BaseModel)) else f", got {fault['input']!r}"
     if fault["type"] == "literal_error" and isinstance(fault["input"], str):
         near = did_you_mean(fault["input"], re.findall("'([^']*)'", fault["ctx"]["expected"]))
-        given += f".{near}" if near else ""
-    return f"{key!r}: {message}{given}" if key else f"{message}{given}"
+        suffix += f".{near}" if near else ""
+    return f"{key!r}: {message}{suffix}" if key else f"{message}{suffix}"
 
 
 def _keys(model: type[BaseModel], under: str) -> Iterator[str]:

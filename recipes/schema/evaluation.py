@@ -156,19 +156,15 @@ class EvaluateRecipe(_Decoding):
         labels = self.labels()
         for label in labels:
             if label == "transformers" or labels.count(label) > 1:
-                raise ValueError(
-                    f"a row of `methods` needs a `label`: another, or the reference run, is called {label!r}"
-                )
+                raise ValueError(f"labels of `methods` must be distinct, not transformers, got {label!r}: set `label`")
         at = [(row.method, self.temperature_of(row)) for row in self.methods]
         compared = {temperature for method, temperature in at if method == "autoregressive"}
         missing = {temperature for _, temperature in at} - compared
         if missing:
-            place = f"temperature {min(missing):g}"
-            raise ValueError(f"`methods` must hold `autoregressive` at {place}: speedups are measured against it")
+            setting = f"temperature {min(missing):g}"
+            raise ValueError(f"`methods` must contain `autoregressive` at {setting}, the baseline of speedups")
         if self.batch > 1 and self.compare_with_transformers:
-            raise ValueError(
-                f"`batch` is {self.batch}: set `compare_with_transformers: false`, which decodes one prompt"
-            )
+            raise ValueError(f"`compare_with_transformers` requires `batch: 1`, got {self.batch}: set it to false")
         return self
 
 
@@ -230,10 +226,10 @@ class RegenerateRecipe(PlaceSection, _Decoding):
     """Batch size of local decoding; a finished conversation is replaced by the next one."""
 
     @model_validator(mode="after")
-    def _one_of_them(self) -> RegenerateRecipe:
+    def _check_source(self) -> RegenerateRecipe:
         if (self.target is None) == (self.server is None):
-            given = "both" if self.target else "neither"
-            raise ValueError(f"give one of `target` (decode here) and `server` (ask one), got {given}")
+            state = "both" if self.target else "neither"
+            raise ValueError(f"set exactly one of `target` (decode locally) and `server`, got {state}")
         check_cleaning(self.clean)
         return self
 

@@ -55,12 +55,12 @@ class ForgeRecipe(Section):
 
     @field_validator("temperature", "batch", mode="before")
     @classmethod
-    def _listed(cls, value: Any) -> Any:
+    def _as_list(cls, value: Any) -> Any:
         """Accept a single number."""
         return value if isinstance(value, list) else [value]
 
     @model_validator(mode="after")
-    def _launched(self) -> ForgeRecipe:
+    def _check_launch(self) -> ForgeRecipe:
         if self.launch and self.processes == 1:
             raise ValueError(f"`launch` is {self.launch!r}, but `processes` is 1: set the number of processes")
         return self

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from ...checkpoints.artifact.manifest import to_json_safe
 from ...checkpoints.storage.atomic import atomic_text
 from ...checkpoints.storage.messages import did_you_mean, first_line
-from ...checkpoints.storage.redaction import redacted, redacted_words
+from ...checkpoints.storage.redaction import redact_arguments, redacted
 from ...checkpoints.storage.safe_read import read_text
 from .data import Section
 from .errors import describe
@@ -64,7 +64,7 @@ class _Loader(yaml.SafeLoader):
         for index, key in enumerate(keys):
             if key in keys[:index]:
                 mark = node.value[index][0].start_mark
-                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} stands twice", mark)
+                raise yaml.constructor.ConstructorError(None, None, f"duplicate key {key!r}", mark)
         return super().construct_mapping(node, deep)
 
 
@@ -80,14 +80,14 @@ _Loader.add_implicit_resolver(
 
 def shipped_recipes() -> dict[str, Path]:
     """Return the files of the shipped recipes by name (`drafter/vicuna-68m`)."""
-    found = {str(path.relative_to(SHIPPED).with_suffix("")): path for path in sorted(SHIPPED.rglob("*.yaml"))}
-    return {name: path for name, path in found.items() if not name.startswith("launch/")}
+    recipes = {str(path.relative_to(SHIPPED).with_suffix("")): path for path in sorted(SHIPPED.rglob("*.yaml"))}
+    return {name: path for name, path in recipes.items() if not name.startswith("launch/")}
 
 
 def launch_settings() -> dict[str, Path]:
     """Return the files of the shipped launch settings by name (`accelerate/zero2`, `deepspeed/zero2`)."""
-    found = sorted(path for path in (SHIPPED / "launch").glob("*/*") if path.suffix in (".yaml", ".json"))
-    return {f"{path.parent.name}/{path.stem}": path for path in found}
+    paths = sorted(path for path in (SHIPPED / "launch").glob("*/*") if path.suffix in (".yaml", ".json"))
+    return {f"{path.parent.name}/{path.stem}": path for path in paths}
 
 
 def first_sentence(path: Path) -> str:
@@ -111,9 +111,7 @@ def find_recipe(name: str) -> Path:
         if f"{folder}{short}" in shipped:
             return shipped[f"{folder}{short}"]
     known = [*shipped, *(item.name for item in path.parent.glob("*.yaml"))]
-    raise ValueError(
-        f"there is no recipe {name!r}.{did_you_mean(short, known)} `draftsmith recipes ls` lists what is shipped"
-    )
+    raise ValueError(f"recipe {name!r} does not exist.{did_you_mean(short, known)} See `draftsmith recipes ls` for all")
 
 
 def read_recipe(path: Path) -> dict[str, Any]:
@@ -122,12 +120,12 @@ def read_recipe(path: Path) -> dict[str, Any]:
         loaded = yaml.load(read_text(path), Loader=_Loader)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
-        where = f"{path}:{mark.line + 1}" if mark else str(path)
-        raise ValueError(f"{where} is not valid YAML: {getattr(error, 'problem', None) or error}") from error
+        position = f"{path}:{mark.line + 1}" if mark else str(path)
+        raise ValueError(f"{position} is not valid YAML: {getattr(error, 'problem', None) or error}") from error
     except ValueError as error:
         raise ValueError(f"{path} is not valid YAML: {error}") from error
     if not isinstance(loaded, dict):
-        raise ValueError(f"{path} is not a recipe: it must be a mapping with `kind`, and is {type(loaded).__name__}")
+        raise ValueError(f"{path} is not a recipe: expected a mapping with `kind`, got {type(loaded).__name__}")
     return typing.cast(dict[str, Any], _unshared(loaded))
 
 
@@ -138,23 +136,23 @@ def read_extended(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
     one, or like a recipe on the command line. `above` holds the recipes that extend this one.
     """
     if path.resolve() in above:
-        raise ValueError(f"{path} extends itself, by way of {', '.join(map(str, above))}")
+        raise ValueError(f"{path} extends itself through {', '.join(map(str, above))}")
     values = read_recipe(path)
     base = values.pop("extends", None)
     if base is None:
         return values
-    beside = path.parent / str(base)
-    other = beside if beside.is_file() else find_recipe(str(base))
-    return _merged(read_extended(other, (*above, path.resolve())), values)
+    base_path = path.parent / str(base)
+    other = base_path if base_path.is_file() else find_recipe(str(base))
+    return _merge(read_extended(other, (*above, path.resolve())), values)
 
 
-def _merged(base: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
+def _merge(base: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
     merged = dict(base)
     for key, value in values.items():
         under = merged.get(key)
         # the weights of objectives are replaced together, not merged
         if isinstance(value, dict) and isinstance(under, dict) and key != "objective":
-            value = _merged(under, value)
+            value = _merge(under, value)
         merged[key] = value
     return merged
 
@@ -170,12 +168,12 @@ def load_recipe(
     name: str,
     overrides: Sequence[str] = (),
     *,
-    given: Mapping[str, Any] | None = None,
+    options: Mapping[str, Any] | None = None,
     kinds: Sequence[str] = tuple(RECIPES),
 ) -> Recipe:
     """Return a checked recipe by file or name of a shipped recipe; see `parse_recipe`."""
     path = find_recipe(name)
-    return parse_recipe(read_extended(path), str(path), overrides, given=given, kinds=kinds)
+    return parse_recipe(read_extended(path), str(path), overrides, options=options, kinds=kinds)
 
 
 def load_training(name: str, overrides: Sequence[str] = ()) -> TrainingRecipe:
@@ -187,67 +185,67 @@ def load_training(name: str, overrides: Sequence[str] = ()) -> TrainingRecipe:
 
 def parse_recipe(
     values: dict[str, Any],
-    where: str,
+    description: str,
     overrides: Sequence[str] = (),
     *,
-    given: Mapping[str, Any] | None = None,
+    options: Mapping[str, Any] | None = None,
     kinds: Sequence[str] = tuple(RECIPES),
 ) -> Recipe:
     """Return a checked recipe from its mapping, which is changed in place.
 
     Args:
         values: Mapping of the recipe.
-        where: Name of the recipe in messages, such as its file.
+        description: Name of the recipe in messages, such as its file.
         overrides: Changes of the form `key.path=value` with values in YAML, applied last.
-        given: Changes by key path, applied first.
+        options: Changes by key path, applied first.
         kinds: Kinds of recipes that the caller can run.
 
     Raises ValueError: the recipe has mistakes. One message lists them with the paths of the keys and the closest names.
     """
-    for key, value in (given or {}).items():
+    for key, value in (options or {}).items():
         _set(values, key, value)
     for override in overrides:
         key, equals, text = override.partition("=")
         try:
             if not equals or not key:
-                raise ValueError("it is not of the form key.path=value")
+                raise ValueError("expected key.path=value")
             _set(values, key, yaml.load(text, Loader=_Loader) if text else None)
         except (yaml.YAMLError, ValueError) as error:
-            raise ValueError(f"override {redacted_words([override])[0]!r}: {first_line(error)}") from error
+            raise ValueError(f"override {redact_arguments([override])[0]!r}: {first_line(error)}") from error
     kind = values.get("kind")
     if not isinstance(kind, str) or kind not in RECIPES:
         near = did_you_mean(str(kind), list(RECIPES))
-        raise ValueError(f"{where}: `kind` is {kind!r}.{near} Known: {', '.join(RECIPES)}")
+        raise ValueError(f"{description}: `kind` is {kind!r}.{near} Known: {', '.join(RECIPES)}")
     if kind not in kinds:
-        raise ValueError(f"{where} is a recipe of kind {kind!r}; this command runs {', '.join(kinds)}")
+        raise ValueError(f"{description} is a recipe of kind {kind!r}, but this command takes {', '.join(kinds)}")
     try:
         return typing.cast(Recipe, RECIPES[kind].model_validate(values))
     except ValidationError as error:
         # a wrong section that could be a name is also reported as a wrong name
         faults = [fault for fault in error.errors() if fault["loc"][-1:] != ("str",)]
-        told = dict.fromkeys(describe(RECIPES[kind], fault) for fault in faults)
-        changed = f" with {' '.join(redacted_words(overrides))}" if overrides else ""
-        raise ValueError(f"{where}{changed}: {redacted('; '.join(told))}") from error
+        messages = dict.fromkeys(describe(RECIPES[kind], fault) for fault in faults)
+        changes = f" with {' '.join(redact_arguments(overrides))}" if overrides else ""
+        raise ValueError(f"{description}{changes}: {redacted('; '.join(messages))}") from error
 
 
 def _set(values: dict[str, Any], path: str, value: Any) -> None:
     """Set the value at a dotted path, creating missing sections."""
-    here: Any = values
+    node: Any = values
     *parents, last = path.split(".")
     for depth, key in enumerate(parents, 1):
-        if isinstance(here, dict) and here.get(key) is None:
-            here[key] = {}
-        here = here[_index(here, key)]
-        if not isinstance(here, (dict, list)):
+        if isinstance(node, dict) and node.get(key) is None:
+            node[key] = {}
+        node = node[_index(node, key)]
+        if not isinstance(node, (dict, list)):
             raise ValueError(f"{'.'.join(parents[:depth])!r} is a value, not a section")
-    here[_index(here, last)] = value
+    node[_index(node, last)] = value
 
 
 def _index(section: dict[str, Any] | list[Any], key: str) -> str | int:
     if isinstance(section, dict):
         return key
     if not key.isdigit() or int(key) >= len(section):
-        raise ValueError(f"{key!r} is no index of a list of {len(section)}")
+        raise ValueError(f"{key!r} is not an index of a list of {len(section)}")
     return int(key)
 
 

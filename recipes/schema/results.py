@@ -83,7 +83,7 @@ class Results(_Checked):
         labels = [row.label for row in self.methods]
         double = [label for label in labels if labels.count(label) > 1]
         if double:
-            raise ValueError(f"two rows of `methods` have the label {double[0]!r}")
+            raise ValueError(f"labels of `methods` must be distinct, got {double[0]!r} twice")
         return self
 
 
@@ -124,13 +124,13 @@ def load_results(path: str | os.PathLike[str], kind: str | None = None) -> dict[
     """Read and check results, of `kind` if it is given; raise ValueError with the file and key if they are invalid."""
     path = Path(path)
     if not path.is_file():
-        raise ValueError(f"there are no results at {path}")
-    found = load_json(path)
-    if found.get("kind") not in ([kind] if kind else _MODELS):
+        raise ValueError(f"results file {path} does not exist")
+    results = load_json(path)
+    if results.get("kind") not in ([kind] if kind else _MODELS):
         expected = f"results of kind {kind!r}" if kind else "results of `draftsmith evaluate` or `draftsmith bench`"
-        raise ValueError(f"{path} holds no {expected}: its kind is {found.get('kind')!r}")
+        raise ValueError(f"{path} does not contain {expected}: its kind is {results.get('kind')!r}")
     try:
-        checked(_MODELS[found["kind"]], found)
+        checked(_MODELS[results["kind"]], results)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
-    return found
+    return results

@@ -49,7 +49,7 @@ class BenchRecipe(Section):
     @model_validator(mode="after")
     def _loads(self) -> BenchRecipe:
         if self.baseline_model is not None and self.baseline is None:
-            raise ValueError(f"`baseline_model` is {self.baseline_model!r} without a `baseline`")
+            raise ValueError(f"`baseline_model` requires `baseline`, got {self.baseline_model!r} without it")
         return self
 
     def sources(self) -> list[str]:

@@ -11,12 +11,12 @@ from ...train.config import FitConfig, Medusa2, OnPolicy, Parallel
 from .data import DataSection, Section
 
 
-def _section(settings: type, *left_out: str) -> Any:
+def _section(settings: type, *excluded: str) -> Any:
     """Return a section with the fields, defaults and limits of a dataclass of `train.config`."""
     hints = get_type_hints(settings)
     known: dict[str, Any] = {}
     for item in fields(settings):
-        if item.name not in left_out:
+        if item.name not in excluded:
             strict = False if isinstance(item.default, tuple) else None  # YAML has lists only
             known[item.name] = (hints[item.name], Field(item.default, strict=strict, **item.metadata))
     return create_model(f"_{settings.__name__}", __base__=Section, **known)
@@ -54,10 +54,7 @@ class LoraSection(Section):
 
 
 class VocabularySection(Section):
-    """Draft vocabulary: a smaller output layer, which is most of a small drafter's cost.
-
-    Every method stays exact.
-    """
+    """Draft vocabulary: a smaller output layer, which is most of a small drafter's cost. Every method stays exact."""
 
     tokens: int = Field(ge=1)
     """Number of tokens that can be drafted: the most frequent supervised tokens of the data. Other tokens are read but
@@ -95,19 +92,16 @@ class ModelSection(Section):
     """Data type of the weights during training."""
 
     @model_validator(mode="after")
-    def _one_of_them(self) -> ModelSection:
+    def _check_source(self) -> ModelSection:
         if (self.source is None) == (self.config is None):
-            given = "both" if self.source else "neither"
-            raise ValueError(f"give one of `source` (start from a model) and `config` (make a new one), got {given}")
+            state = "both" if self.source else "neither"
+            raise ValueError(f"set exactly one of `source` (an existing model) and `config` (a new model), got {state}")
         if self.config is not None and "model_type" not in self.config:
-            raise ValueError("`config` needs `model_type`, such as llama")
+            raise ValueError("`config` requires `model_type`, such as llama")
         if self.layers and (self.source is None or min(self.layers) < 0 or self.layers != sorted(set(self.layers))):
-            raise ValueError(f"`layers` is {self.layers}: give layers of `source`, rising from 0, each once")
+            raise ValueError(f"`layers` must be distinct, ascending layers of `source`, got {self.layers}")
         if self.lora is not None and (self.config is not None or self.freeze_embeddings):
-            raise ValueError(
-                "`lora` needs a model of `source`, and does not train its embeddings: remove `config` and "
-                "`freeze_embeddings`"
-            )
+            raise ValueError("`lora` requires `source` and frozen embeddings: remove `config` and `freeze_embeddings`")
         return self
 
 
@@ -129,9 +123,9 @@ class TeacherSection(Section):
     @model_validator(mode="after")
     def _consistent(self) -> TeacherSection:
         if self.cache is not None and not self.top_k:
-            raise ValueError("`cache` needs `top_k`: whole distributions are too large to store")
+            raise ValueError("`cache` requires `top_k`, since full distributions are too large to store")
         if self.top_k and self.temperature != 1:
-            raise ValueError(f"`top_k` needs temperature 1, got {self.temperature}")
+            raise ValueError(f"`top_k` requires temperature 1, got {self.temperature}")
         return self
 
 
@@ -231,18 +225,18 @@ class DrafterRecipe(_Recipe):
     @model_validator(mode="after")
     def _teacher(self) -> DrafterRecipe:
         if self.tokenizer is None and self.target is None and self.model.source is None:
-            raise ValueError("a new model without a target needs `tokenizer`")
+            raise ValueError("a new model without a target requires `tokenizer`")
         taught = sorted(set(self.objective) - {"cross-entropy"})
         if taught and self.target is None:
-            raise ValueError(f"objective {taught[0]!r} needs a `target` to learn from")
+            raise ValueError(f"objective {taught[0]!r} requires a `target`")
         if self.model.attention.startswith("flash") and self.model.dtype == "float32" and self.train.precision == "no":
-            raise ValueError(f"`model.attention: {self.model.attention}` needs 16 bits: set `train.precision: bf16`")
+            raise ValueError(f"`model.attention: {self.model.attention}` requires `train.precision: bf16`")
         tokens = self.model.vocabulary.tokens if self.model.vocabulary else None
         if tokens is not None and self.teacher.top_k > tokens:
             raise ValueError(f"`teacher.top_k` is {self.teacher.top_k}, `model.vocabulary.tokens` {tokens}")
         if self.on_policy is not None and (not taught or self.teacher.cache is not None):
             reason = "a distillation objective" if not taught else "the target itself, not a cache of it"
-            raise ValueError(f"`on_policy` needs {reason}: samples of the drafter are not known in advance")
+            raise ValueError(f"`on_policy` requires {reason}, since the drafter's samples are not known in advance")
         return self
 
 
@@ -271,7 +265,7 @@ class BaseSection(_Medusa2):
     @model_validator(mode="after")
     def _anchored(self) -> BaseSection:
         if not self.label_weight + self.kl_weight:
-            raise ValueError("`label_weight` and `kl_weight` are both 0: the target would drift from the original")
+            raise ValueError("`label_weight` and `kl_weight` must not both be 0: the target would diverge")
         if self.heads_only + self.warmup > 1:
             raise ValueError(f"`heads_only` + `warmup` must be at most 1, got {self.heads_only} + {self.warmup}")
         return self
@@ -321,29 +315,29 @@ class HeadsRecipe(_Recipe):
     def _consistent(self) -> HeadsRecipe:
         if self.architecture == "eagle3":
             of_medusa = ("base", "num_layers", "projection", "rank", "states")
-            given = [name for name in of_medusa if getattr(self, name) != HeadsRecipe.model_fields[name].default]
-            if given:
-                raise ValueError(f"`{given[0]}` applies to Medusa heads: remove it with `architecture: eagle3`")
+            options = [name for name in of_medusa if getattr(self, name) != HeadsRecipe.model_fields[name].default]
+            if options:
+                raise ValueError(f"`{options[0]}` applies to Medusa heads: remove it with `architecture: eagle3`")
         elif self.layers is not None:
             raise ValueError("`layers` applies to `architecture: eagle3` only; Medusa heads read the last hidden state")
         if (self.projection == "low-rank") != (self.rank > 0):
-            raise ValueError(f"`rank` is {self.rank}, `projection` {self.projection}: low-rank takes 1 or more")
+            raise ValueError(f"`rank` must be at least 1 for low-rank, else 0, got {self.rank} for {self.projection}")
         if self.projection == "target" and self.num_layers == 0:
-            raise ValueError("`projection: target` without residual blocks (`num_layers: 0`) leaves nothing to train")
+            raise ValueError("`projection: target` with `num_layers: 0` has nothing to train")
         if self.projection == "target" and self.states == "before-norm":
             raise ValueError("`projection: target` reads states after the final norm: `states` cannot be before-norm")
         if self.vocabulary is not None:
             shares = self.projection == "target" or self.architecture == "eagle3"
             if not shares:
-                raise ValueError("`vocabulary` has heads with `projection: target` keep `tokens` of its rows")
+                raise ValueError("`vocabulary` requires `projection: target`")
             if self.base is not None:
                 raise ValueError("`vocabulary` copies rows of the target: leave out `base`")
         if self.hidden.cache is None:
             return self
         if self.num_heads > 15:
-            raise ValueError(f"`hidden.cache` serves up to 15 heads, and `num_heads` is {self.num_heads}")
+            raise ValueError(f"`hidden.cache` supports at most 15 heads, got `num_heads` {self.num_heads}")
         if self.base is not None:
-            raise ValueError("`hidden.cache` holds the states of the target as it is, and `base` changes it")
+            raise ValueError("`hidden.cache` requires a frozen target: remove `base`")
         return self
 
 

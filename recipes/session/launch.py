@@ -38,13 +38,21 @@ def end_with_launcher() -> None:
         threading.Thread(target=watch, daemon=True).start()
 
 
-def run_launched(options: str, *words: str) -> None:
+def run_launched(options: str, *arguments: str) -> None:
     """Run `draftsmith WORDS` in processes of `accelerate launch`; raise ValueError if the command fails."""
-    command = [sys.executable, "-m", "accelerate.commands.launch", *shlex.split(options), "-m", "draftsmith", *words]
+    command = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        *shlex.split(options),
+        "-m",
+        "draftsmith",
+        *arguments,
+    ]
     with subprocess.Popen(command, stdout=sys.stderr, preexec_fn=end_with_parent) as process:
         status = process.wait()
     if status:
-        raise ValueError(f"{shlex.join(words)}, launched with {options!r}, ended with status {status}")
+        raise ValueError(f"{shlex.join(arguments)}, launched with {options!r}, ended with status {status}")
 
 
 def end_with_parent() -> None:
@@ -62,7 +70,7 @@ def refuse_several(command: str) -> None:
     """Raise ValueError, in every process, if several were launched for a command that runs in one."""
     if launched() > 1:
         raise ValueError(
-            f"`draftsmith {command}` runs in one process, and {launched()} were launched: start it without a launcher, "
+            f"`draftsmith {command}` runs in one process, but {launched()} were launched: start it without a launcher "
             "and without its variables RANK and WORLD_SIZE (`train` and `prepare --teacher` share their work among "
             "several)"
         )

@@ -30,8 +30,8 @@ def findings() -> list[Finding]:
 
     rows = [Finding("draftsmith", __version__), Finding("python", platform.python_version())]
     for name, extra in _packages().items():
-        found = version_of(name)
-        rows.append(Finding(name, found or "missing", "" if found else install_hint(extra)))
+        version = version_of(name)
+        rows.append(Finding(name, version or "missing", "" if version else install_hint(extra)))
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
     processor = f"{os.cpu_count()} cores, {torch.get_num_threads()} threads, {memory:.1f} GiB of memory"
     rows += [Finding("processor", processor), _load(), Finding("cpu number formats", _formats("cpu"))]
@@ -42,7 +42,7 @@ def findings() -> list[Finding]:
         rows.append(Finding(str(gpu), f"{name}, {free / 2**30:.1f} of {whole / 2**30:.1f} GiB free"))
         rows.append(Finding(f"{gpu} number formats", _formats(str(gpu))))
     if not gpus:
-        rows.append(Finding("cuda", "no device", "models decode and train on the processor"))
+        rows.append(Finding("cuda", "no device", "models run on the CPU"))
     meter, covers = open_meter(gpus or [torch.device("cpu")])
     with meter or nullcontext():  # closes NVML and the sampling threads
         rows.append(Finding("energy", covers if meter else "not counted", "" if meter else covers))
@@ -52,8 +52,8 @@ def findings() -> list[Finding]:
 def _load() -> Finding:
     """Return how busy the processor was in the last minute, which slows threads that wait for each other."""
     load, cores = os.getloadavg()[0], os.cpu_count() or 1
-    advice = "other processes slow every step down: wait for them, or set OMP_NUM_THREADS=1" if load > cores / 2 else ""
-    return Finding("load of the last minute", f"{load:.1f} of {cores} cores", advice)
+    advice = "other processes slow down every step: wait for them, or set OMP_NUM_THREADS=1" if load > cores / 2 else ""
+    return Finding("load (last minute)", f"{load:.1f} of {cores} cores", advice)
 
 
 def has_bfloat16(on_cpu: bool = False) -> bool:
@@ -66,14 +66,14 @@ def has_bfloat16(on_cpu: bool = False) -> bool:
 
 def _packages() -> dict[str, str]:
     """Return required and optional packages with their extras; empty if draftsmith is not installed."""
-    found: dict[str, str] = {}
+    versions: dict[str, str] = {}
     with suppress(PackageNotFoundError):
         extras = [extra for extra in metadata("draftsmith").get_all("Provides-Extra") or () if extra != "test"]
         for needed in map(Requirement, requires("draftsmith") or ()):
             for extra in ("", *extras):
                 if needed.name != "draftsmith" and (needed.marker is None or needed.marker.evaluate({"extra": extra})):
-                    found.setdefault(needed.name, extra)
-    return found
+                    versions.setdefault(needed.name, extra)
+    return versions
 
 
 def version_of(name: str) -> str | None:
@@ -99,7 +99,7 @@ def machine(device: str) -> dict[str, Any]:
     """Return the hardware and library versions with which numbers were measured."""
     name = torch.cuda.get_device_name() if device.startswith("cuda") else _cpu_name()
     packages = ("draftsmith", "torch", "transformers", "accelerate", "deepspeed")
-    versions = {package: found for package in packages if (found := version_of(package)) is not None}
+    versions = {package: version for package in packages if (version := version_of(package)) is not None}
     threads = {"cores": os.cpu_count(), "threads": torch.get_num_threads()}
     return {"device": device, "name": name, **threads, "python": platform.python_version(), "versions": versions}
 

@@ -60,9 +60,9 @@ def _report_emulation(recipe: DrafterRecipe | HeadsRecipe, dtype: str) -> None:
     precision = recipe.train.precision
     if not is_first() or (precision in ("no", "fp16") and dtype != "bfloat16"):
         return
-    slow = f"bfloat16, which this machine only emulates, takes {bfloat16_slowdown():.0f} times as long as float32"
+    slow = f"bfloat16 is emulated on this machine and {bfloat16_slowdown():.0f} times slower than float32"
     if precision == "auto":
-        log(f"precision: float32, since {slow}")
+        log(f"using float32, because {slow}")
     else:
         name = "target_dtype" if isinstance(recipe, HeadsRecipe) else "teacher.dtype"
         log(f"warning: {slow}: set train.precision=no {name}=float32")

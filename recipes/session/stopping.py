@@ -11,11 +11,11 @@ from .terminal import Advance, bar, log
 
 
 class Stoppable(StopSignals):
-    """Handler of signals that end the command `what` between two steps; `further` ends the message."""
+    """Handler of signals that end the command `title` between two steps; `further` ends the message."""
 
-    def __init__(self, what: str, further: str = "; the same command resumes from here") -> None:
+    def __init__(self, title: str, further: str = "; the same command resumes from here") -> None:
         super().__init__()
-        self._what, self._further = what, further
+        self._what, self._further = title, further
 
     def __enter__(self) -> Self:
         super().__enter__()

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.segment import Segment
 from rich.text import Text
 
-from ...checkpoints.storage.messages import pictured
+from ...checkpoints.storage.messages import escape_control
 from ...checkpoints.storage.redaction import redacted
 
 _SECONDS_BETWEEN_LINES = 15.0
@@ -28,12 +28,12 @@ class Terminal(Console):
         super().__init__(markup=False, emoji=False, highlight=False, **settings)
 
     def render_str(self, text: str, **settings: Any) -> Text:
-        return super().render_str(pictured(redacted(text)), **settings)
+        return super().render_str(escape_control(redacted(text)), **settings)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         if isinstance(renderable, Text):
             renderable = renderable.copy()
-            renderable.plain = pictured(renderable.plain)
+            renderable.plain = escape_control(renderable.plain)
         return super().render(renderable, options)
 
 
@@ -44,7 +44,7 @@ def console() -> Terminal:
 
 def write_json(text: str) -> None:
     """Write JSON text to standard output, with control characters escaped."""
-    sys.stdout.write("".join(c if pictured(c) == c else json.dumps(c)[1:-1] for c in text))
+    sys.stdout.write("".join(c if escape_control(c) == c else json.dumps(c)[1:-1] for c in text))
 
 
 def log(text: str) -> None:
@@ -102,9 +102,9 @@ def _lines(title: str, unit: str) -> Advance:
         if now - last >= _SECONDS_BETWEEN_LINES and done > first:
             last = now
             speed = (done - first) / (now - start)
-            of, left = (f" of {total:,}", f"{duration((total - done) / speed)} left") if total else ("", "")
-            left = left or f"{speed:,.0f} a second"
-            log(f"{title}: {done:,}{of} {unit}, {left}" + (f"; next: {note}" if note else ""))
+            of, remaining = (f" of {total:,}", f"{duration((total - done) / speed)} left") if total else ("", "")
+            remaining = remaining or f"{speed:,.0f} a second"
+            log(f"{title}: {done:,}{of} {unit}, {remaining}" + (f"; next: {note}" if note else ""))
 
     return advance_line
 

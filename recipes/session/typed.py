@@ -8,14 +8,14 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ...checkpoints.storage.redaction import redacted_words
+from ...checkpoints.storage.redaction import redact_arguments
 
 _PROGRAM = "draftsmith"
 
 
 def typed_command(arguments: Sequence[str] | None = None, environment: Mapping[str, str] | None = None) -> str | None:
     """Return the command line as typed, with the launch and without secrets, or None outside `draftsmith`."""
-    program, *words = sys.argv if arguments is None else arguments
+    program, *arguments_typed = sys.argv if arguments is None else arguments
     environment = os.environ if environment is None else environment
     path = Path(program)
     is_module = path.name == "__main__.py" and path.resolve().parent == Path(__file__).resolve().parents[2]
@@ -23,4 +23,4 @@ def typed_command(arguments: Sequence[str] | None = None, environment: Mapping[s
         return None
     processes = environment.get("WORLD_SIZE", "1")
     launch = [] if processes == "1" else ["accelerate", "launch", "--num_processes", processes, "-m"]
-    return shlex.join([*launch, _PROGRAM, *redacted_words(words)])
+    return shlex.join([*launch, _PROGRAM, *redact_arguments(arguments_typed)])

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from common import finish, parser_of
 from draftsmith.checkpoints.verify.families import ENCODER_DECODERS, family_fault
-from draftsmith.checkpoints.verify.model_files import UNLOADABLE, meta_model, model_class, quietly
+from draftsmith.checkpoints.verify.model_files import UNLOADABLE, meta_model, model_class, silence_transformers
 from draftsmith.decode.engine import Limits, decode_texts
 from draftsmith.decode.methods import Parts, build_method
 from draftsmith.decode.models.loading import wrap_model
@@ -133,7 +133,7 @@ def main() -> None:
     reasons, counts = defaultdict(list), defaultdict(int)
     print("| family | loads | trains | chains | trees |\n|---|---|---|---|---|")
     for name, (kind, more) in sorted(rows.items())[: 10 if arguments.quick else None]:
-        with quietly(), warnings.catch_warnings(action="ignore"):
+        with silence_transformers(), warnings.catch_warnings(action="ignore"):
             done, why = try_family(kind, more)
         reasons[re.sub(r" by [\d.e-]+ of their spread.*", "", why.replace(repr(kind), "…"))].append(name)
         counts["families"] += bool(done)

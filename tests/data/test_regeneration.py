@@ -89,10 +89,10 @@ def test_cut_answers_are_dropped_unless_kept(tmp_path: Path, keep: bool) -> None
         assert (report.written, report.failed, dict(report.cut)) == (3, 0, {})
         return
     assert kept == {"late": ["short", "answer to short"], "whole": ["ok", "answer to ok"]}
-    assert rows(out)[0]["cut"] == "answer 2: it reached the token limit"
+    assert rows(out)[0]["cut"] == "answer 2: token limit reached"
     assert "cut" not in rows(out)[1]
     assert (report.written, report.failed, dict(report.cut)) == (2, 1, {"token limit": 1})
-    assert [(row["id"], row["error"]) for row in errors(out)] == [("first", "answer 1: it reached the token limit")]
+    assert [(row["id"], row["error"]) for row in errors(out)] == [("first", "answer 1: token limit reached")]
 
 
 def test_empty_answers_and_failures_keep_earlier_exchanges(tmp_path: Path) -> None:
@@ -107,9 +107,9 @@ def test_empty_answers_and_failures_keep_earlier_exchanges(tmp_path: Path) -> No
     talks.append(Conversation("d", (Turn("assistant", "bare text"),)))
     report = run(out, talks, moody, keep_cut=True)
     assert {row["id"]: len(row["messages"]) for row in rows(out)} == {"a": 2, "b": 4}
-    assert dict(report.cut) == {"empty answer": 1, "cannot be asked": 1}
+    assert dict(report.cut) == {"empty answer": 1, "request failed": 1}
     failed = {row["id"]: row["error"] for row in errors(out)}
-    assert failed == {"c": "answer 1: 600 tokens, and 512 fit", "d": "nothing is asked in it"}
+    assert failed == {"c": "answer 1: 600 tokens, and 512 fit", "d": "the conversation has no question"}
     assert report.failed == 2
 
 

@@ -47,7 +47,9 @@ def test_saved_and_loaded_is_the_same(tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma", "t5", "gpt2", "pegasus"])
 def test_a_folder_without_a_tokenizer_names_the_files_to_copy(family: str, tmp_path: Path) -> None:
     AutoConfig.for_model(family).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"it has none: copy tokenizer\.json and tokenizer_config\.json"):
+    with pytest.raises(
+        ValueError, match=r"the folder has no tokenizer: copy tokenizer\.json and tokenizer_config\.json"
+    ):
         load_tokenizer(str(tmp_path))
     ByT5Tokenizer().save_pretrained(tmp_path / "bytes")  # needs no vocabulary
     assert len(load_tokenizer(str(tmp_path / "bytes"))) == 384
@@ -57,5 +59,5 @@ def test_a_folder_without_a_tokenizer_names_the_files_to_copy(family: str, tmp_p
 def test_an_artifact_in_place_of_a_model_is_named(name: str, kind: str, tmp_path: Path) -> None:
     (tmp_path / name).touch()
     for load in (load_tokenizer, load_config):
-        with pytest.raises(ValueError, match=f"it holds {kind}"):
+        with pytest.raises(ValueError, match=f"it contains {kind}"):
             load(str(tmp_path))

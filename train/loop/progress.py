@@ -8,7 +8,7 @@ import time
 
 import torch
 
-from ...checkpoints.storage.messages import pictured
+from ...checkpoints.storage.messages import escape_control
 from ...checkpoints.storage.redaction import redacted
 
 _SECONDS_BETWEEN_LINES = 15.0
@@ -23,7 +23,7 @@ class Report:
 
     def line(self, text: str) -> None:
         if self._active:
-            print(pictured(redacted(text)), file=sys.stderr)
+            print(escape_control(redacted(text)), file=sys.stderr)
 
     def step(self, step: int, loss: float, tokens_per_second: float, seconds: float) -> None:
         """Report that `step` steps are done, with loss and duration of the last one."""

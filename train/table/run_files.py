@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...checkpoints.storage.atomic import atomic_text, errors_named, finish_file
+from ...checkpoints.storage.atomic import atomic_text, finish_file, name_errors
 from ...checkpoints.storage.safe_read import load_json
 from ...checkpoints.table.file import check_counts, write_array, write_table
 from ...checkpoints.table.runs import Run, add_left_counts, key_dtype, merge_runs
@@ -50,7 +50,7 @@ def write_run(folder: Path, vocab_size: int, parts: Iterable[Run]) -> dict[str, 
     """Write a run to a new file, keys first, then counts as uint32; return its name and size in bytes."""
     path = folder / f"run-{uuid.uuid4().hex[:16]}"  # unique even if a process of an earlier launch is still running
     try:
-        with errors_named(path), path.open("wb") as out, TemporaryFile(dir=folder) as counts:
+        with name_errors(path), path.open("wb") as out, TemporaryFile(dir=folder) as counts:
             for keys_E, counts_E in parts:
                 check_counts(keys_E, counts_E, vocab_size)
                 write_array(out, keys_E)

@@ -19,8 +19,8 @@ from scipy.stats import t as student_t
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from ....checkpoints.heads.eagle import NORMED, EagleHeads, default_layers, load_eagle
-from ....checkpoints.heads.published import layers_named
-from ....checkpoints.pairs.eagle import layers_read, rotary_base
+from ....checkpoints.heads.published import trained_layers
+from ....checkpoints.pairs.eagle import layers_by_engine, rotary_base
 from ....checkpoints.pairs.sides import Finding
 from ....checkpoints.storage.names import CONFIG_FILE
 from ....checkpoints.storage.safe_read import read_json
@@ -77,9 +77,9 @@ def list_readings(config: dict[str, Any], target: Any) -> list[Reading]:
     The config's own reading comes first, then those of engines and of common mistakes.
     """
     count = target.num_hidden_layers
-    named, normed = layers_named(config, count), bool(config.get(NORMED))
+    named, normed = trained_layers(config, count), bool(config.get(NORMED))
     sources = [("as configured", named, normed)]
-    sources += [(name, layers, normed and name != "sglang") for name, layers in layers_read(config, count).items()]
+    sources += [(name, layers, normed and name != "sglang") for name, layers in layers_by_engine(config, count).items()]
     sources += [
         ("one layer later", [layer + 1 for layer in named], normed),
         ("one layer earlier", [layer - 1 for layer in named], normed),

@@ -27,7 +27,7 @@ from ....checkpoints.storage.safe_read import load_json, read_json
 from ....checkpoints.table.facts import table_facts
 from ....checkpoints.table.table import TABLE_FILE, BigramTable
 from ....checkpoints.table.texts import TextStore
-from ....data.conversations import Conversation, CorpusReport, rarely_collected
+from ....data.conversations import Conversation, CorpusReport, collect_rarely
 from ....data.rendering.templates import get_template
 from ....data.tokenizers import load_tokenizer
 from ....train.parallel.processes import on_main
@@ -52,28 +52,28 @@ def run_table(recipe: TableRecipe, accelerator: Any) -> None:
     """Count the corpus of a recipe, resuming from earlier counts, and write the artifact."""
     tokenizer = load_tokenizer(recipe.tokenizer)
     vocab_size = table_vocabulary(recipe, tokenizer)
-    rank, world, is_main = accelerator.process_index, accelerator.num_processes, accelerator.is_main_process
+    rank, num_processes, is_main = accelerator.process_index, accelerator.num_processes, accelerator.is_main_process
     folder = state_folder(Path(recipe.out)) / "count"
     identity: dict[str, Any] = {}  # filled and used in the main process only
-    share = Share(recipe.data, rank, world)
+    share = Share(recipe.data, rank, num_processes)
 
     def begin() -> None:
         identity.update(_identity(recipe, tokenizer) | {"vocab_size": vocab_size})
-        claim(folder, identity | {"processes": world}, stack)
+        claim(folder, identity | {"processes": num_processes}, stack)
 
     with ExitStack() as stack:
         on_main(accelerator, begin)
         try:
             _check_shared(folder)
-            with PairCounter(vocab_size, folder / f"rank-{rank}-of-{world}", recipe.count.memory_mb) as pairs:
+            with PairCounter(vocab_size, folder / f"rank-{rank}-of-{num_processes}", recipe.count.memory_mb) as pairs:
                 _count(recipe, tokenizer, pairs, share, accelerator)
             accelerator.wait_for_everyone()
             on_main(accelerator, partial(_finish, recipe, tokenizer, vocab_size, folder, identity, share.gather()))
         except (ValueError, OSError):
             if is_main:
                 with suppress(ValueError, OSError):
-                    if not counted_tokens(folder):  # raises for damaged counts, which are kept
-                        _forget(folder)
+                    if not count_tokens(folder):  # raises for damaged counts, which are kept
+                        _remove_counts(folder)
             raise
 
 
@@ -86,7 +86,7 @@ def table_vocabulary(recipe: TableRecipe, tokenizer: Any) -> int:
         config = read_json(folder / CONFIG_FILE) if folder and (folder / CONFIG_FILE).is_file() else {}
         vocab_size = max(needed, (config.get("text_config") or config).get("vocab_size") or 0)
     if vocab_size < needed:
-        raise ValueError(f"`vocab_size` is {vocab_size}, and the tokenizer {recipe.tokenizer} has {needed}")
+        raise ValueError(f"`vocab_size` must be at least {needed} for {recipe.tokenizer}, got {vocab_size}")
     return vocab_size
 
 
@@ -111,11 +111,11 @@ def claim(folder: Path, identity: dict[str, Any], stack: ExitStack) -> None:
         raise ValueError(f"{error}: delete {folder} to restart") from error
     if stored == identity:
         return
-    if tokens := counted_tokens(folder):
-        key, both = next(differences(stored, identity), (IDENTITY, "not the same"))
+    if tokens := count_tokens(folder):
+        key, both = next(differences(stored, identity), (IDENTITY, "different"))
         raise ValueError(
-            f"{folder} holds counts of {tokens:,} tokens with other settings ({key}: {both}): set them back to resume, "
-            "delete that folder to restart, or choose another `out`"
+            f"{folder} contains counts of {tokens:,} tokens with other settings ({key}: {both}): restore them to "
+            "resume, delete that folder to restart, or choose another `out`"
         )
     for path in _rank_folders(folder):
         shutil.rmtree(path)
@@ -127,15 +127,15 @@ def _check_shared(folder: Path) -> None:
     from accelerate.utils import gather_object
 
     if not all(gather_object([(folder / IDENTITY).is_file()])):
-        raise ValueError(f"{folder.absolute()} must lie on a file system that all processes share: it is empty in one")
+        raise ValueError(f"{folder.absolute()} must be on a file system that all processes share")
 
 
 def _rank_folders(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("rank-*-of-*") if path.is_dir())
 
 
-def counted_tokens(folder: Path) -> int:
-    """Return the number of tokens that all processes together have on disk."""
+def count_tokens(folder: Path) -> int:
+    """Return the total number of counted tokens on disk."""
     indices = [path / INDEX for path in _rank_folders(folder)]
     return sum(int(load_json(index, "tokens")["tokens"]) for index in indices if index.is_file())
 
@@ -144,25 +144,25 @@ class Share:
     """Conversations that one process counts.
 
     A process reads only its own rows, unless cleaning or a limit depends on other rows. Then every process reads the
-    whole corpus and counts each `world`-th conversation. Iterating fills the report of each corpus and the numbers of
-    conversations that are counted and held out.
+    whole corpus and counts each `num_processes`-th conversation. Iterating fills the report of each corpus and the
+    numbers of conversations that are counted and held out.
     """
 
-    def __init__(self, section: DataSection, rank: int, world: int) -> None:
-        self._section, self._rank, self._world = section, rank, world
+    def __init__(self, section: DataSection, rank: int, num_processes: int) -> None:
+        self._section, self._rank, self._world = section, rank, num_processes
         self._by_row = not section.clean.get("duplicates") and all(part.limit is None for part in section.parts())
         self.reports = [CorpusReport() for _ in section.parts()]
         self.conversations = self.held_out = 0
 
     def __iter__(self) -> Iterator[Conversation]:
         shard = (self._rank, self._world) if self._by_row else (0, 1)
-        found = training_conversations(self._section, self.reports, hold=self._hold, shard=shard)
-        for number, conversation in enumerate(found):
+        conversations = training_conversations(self._section, self.reports, hold=self._count_held_out, shard=shard)
+        for number, conversation in enumerate(conversations):
             self.conversations += 1
             if self._by_row or number % self._world == self._rank:
                 yield conversation
 
-    def _hold(self, _: Conversation) -> None:
+    def _count_held_out(self, _: Conversation) -> None:
         self.held_out += 1
 
     def add(self, other: Share) -> None:
@@ -185,12 +185,11 @@ class Share:
 
 
 def _count(recipe: TableRecipe, tokenizer: Any, pairs: PairCounter, share: Share, accelerator: Any) -> None:
-    """Count the share of a process."""
     is_main = accelerator.is_main_process
     if pairs.tokens and is_main:
-        log(f"table: resuming after {pairs.tokens:,} tokens that are counted already")
-    stopping = Stoppable("table", "; the same command resumes from what is counted")
-    with stopping, counter("table", "tokens") as advance, rarely_collected():
+        log(f"table: resuming after {pairs.tokens:,} counted tokens")
+    stopping = Stoppable("table", "; the same command resumes")
+    with stopping, counter("table", "tokens") as advance, collect_rarely():
         work = count_share(recipe, tokenizer, pairs, share, advance if is_main else lambda done, total: None)
         while not stopping() and next(work, False):
             pass
@@ -225,15 +224,15 @@ def _documents(
     )
 
 
-def kept_texts(recipe: TableRecipe, tokenizer: Any) -> TextStore:
+def read_texts(recipe: TableRecipe, tokenizer: Any) -> TextStore:
     """Return the first `count.texts` tokens of the counted texts."""
-    kept, left = [], recipe.count.texts
+    documents_kept, remaining = [], recipe.count.texts
     for documents in _documents(recipe, tokenizer, Share(recipe.data, 0, 1)):
-        kept += [ids[:left] for ids in documents[:left]]
-        left -= sum(len(ids) for ids in documents)
-        if left <= 0:
+        documents_kept += [ids[:remaining] for ids in documents[:remaining]]
+        remaining -= sum(len(ids) for ids in documents)
+        if remaining <= 0:
             break
-    return TextStore.from_documents(kept)
+    return TextStore.from_documents(documents_kept)
 
 
 def _finish(
@@ -244,15 +243,15 @@ def _finish(
     refuse_none(recipe.data, share.reports)
     for part, report in zip(parts, share.reports, strict=True):
         log(f"data: {part.source}: {report.summary()}")
-    log(f"table: {share.conversations:,} conversations are counted, {share.held_out:,} are held out")
+    log(f"table: counted {share.conversations:,} conversations, held out {share.held_out:,}")
     tokens, documents = merge_counts(_rank_folders(folder), vocab_size, file)
     if not documents:
         names = ", ".join(part.source for part in parts)
-        raise ValueError(f"there is nothing to count: {share.conversations} conversations of {names} are left")
+        raise ValueError(f"no tokens to count in the {share.conversations} conversations of {names}")
     data = {"source": identity, "documents": documents, "tokens": tokens}
     data |= {"conversations": share.conversations, "held_out": share.held_out}
     data |= {"corpus": all_reports(parts, share.reports)}
-    table, texts = BigramTable.load(folder), kept_texts(recipe, tokenizer) if recipe.count.texts else None
+    table, texts = BigramTable.load(folder), read_texts(recipe, tokenizer) if recipe.count.texts else None
     facts, shapes = table_facts(table), {"entries": table.entries, "pairs": table.pairs}
     if texts is not None:
         shapes["text_tokens"] = int((texts.ids_T >= 0).sum())
@@ -277,14 +276,14 @@ def _finish(
         command=typed_command(),
     )
     log(
-        f"table: {facts['entries']:,} different pairs of {facts['tokens']:,} tokens "
+        f"table: {facts['entries']:,} distinct pairs of {facts['tokens']:,} tokens "
         f"({facts['density']:.3%} of all possible pairs), {gigabytes(facts['bytes'])}"
     )
     log(f"table: wrote {recipe.out}")
-    _forget(folder)
+    _remove_counts(folder)
 
 
-def _forget(folder: Path) -> None:
+def _remove_counts(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     with suppress(OSError):
         folder.parent.rmdir()  # for a table, nothing else is stored there

@@ -32,7 +32,7 @@ from ....checkpoints.storage.names import (
     TOKENIZER_FILES,
     WHOLE_FILES,
 )
-from ....checkpoints.storage.places import find_local, hub_place
+from ....checkpoints.storage.places import find_local, parse_hub_id
 from ....checkpoints.storage.safe_read import copy_files, read_json
 from ....checkpoints.verify import model_files
 from ....checkpoints.verify.model_files import UNLOADABLE, base_of, is_adapter, load_config, read_tensor
@@ -129,13 +129,13 @@ def import_drafter(source: str, folder: Path, out: Path, target: str | None, *, 
         raise ValueError(f"say with --target which model {source} drafts for")
     if (folder / MANIFEST_FILE).is_file():
         raise ValueError(f"{source} is an artifact already, and used as it is")
-    mine = open_side(target, load_tokenizer)
+    target_model = open_side(target, load_tokenizer)
     with _whole_model(source, folder, unpickle=unpickle) as whole:
-        theirs = open_side(str(whole), load_tokenizer)
+        drafter = open_side(str(whole), load_tokenizer)
         fix = shlex.join(["draftsmith", "doctor", target, source, "--fix", "OUT"])
-        check_pair(mine, theirs, ("draftsmith",), source, fix)
-        fingerprint = None if theirs.tokenizer is None else tokenizer_fingerprint(theirs.tokenizer)
-        size = theirs.rows or theirs.vocab_size
+        check_pair(target_model, drafter, ("draftsmith",), source, fix)
+        fingerprint = None if drafter.tokenizer is None else tokenizer_fingerprint(drafter.tokenizer)
+        size = drafter.rows or drafter.vocab_size
         files = (CONFIG_FILE, WEIGHTS, "model.safetensors.index.json", *_SMALL)
         save_artifact(
             out,
@@ -144,7 +144,7 @@ def import_drafter(source: str, folder: Path, out: Path, target: str | None, *, 
             vocab_size=size,
             tokenizer_fingerprint=fingerprint,
             target=_record_target(target),
-            shapes={"vocab_size": size, "model_type": theirs.config.model_type},
+            shapes={"vocab_size": size, "model_type": drafter.config.model_type},
             training={"imported_from": source},
             command=typed_command(),
         )
@@ -157,8 +157,8 @@ def _whole_model(source: str, folder: Path, *, unpickle: bool) -> Iterator[Path]
     if not is_adapter(folder) and any(folder.glob(WEIGHTS)):
         yield folder
         return
-    with TemporaryDirectory(prefix="draftsmith-") as place:
-        whole = Path(place)
+    with TemporaryDirectory(prefix="draftsmith-") as temporary:
+        whole = Path(temporary)
         if is_adapter(folder):
             base = base_of(folder)
             log(f"{source} is a LoRA adapter: it is merged into its model, {base}")
@@ -172,8 +172,8 @@ def _whole_model(source: str, folder: Path, *, unpickle: bool) -> Iterator[Path]
                 kind = model_files.model_class(config)
                 model_files.load_whole(kind, folder, config=config, dtype="auto", **safe).save_pretrained(whole)
             except UNLOADABLE as error:
-                why = model_files.reason(str(folder), error)
-                raise ValueError(f"no language model could be loaded from {source}: {why}") from error
+                reason = model_files.reason(str(folder), error)
+                raise ValueError(f"no language model could be loaded from {source}: {reason}") from error
         copy_files(folder, whole, _SMALL)  # the tokenizer of an adapter replaces that of its base model
         yield whole
 
@@ -222,10 +222,10 @@ def _import_eagle(source: str, out: Path, target: str | None, states: str | None
         raise ValueError(f"say with --target which model the EAGLE-3 heads in {source} are for")
     if states is not None:
         raise ValueError(f"--states is for Medusa's heads, and {source} holds EAGLE-3's, which read inner layers")
-    wanted = [CONFIG_FILE, WHOLE_FILES[0], *([PICKLED_WHOLE_FILES[0]] if unpickle else [])]
+    names = [CONFIG_FILE, WHOLE_FILES[0], *([PICKLED_WHOLE_FILES[0]] if unpickle else [])]
     config = load_config(target).get_text_config(decoder=True)
     embedding_VD = read_tensor(target, "model.embed_tokens.weight")
-    heads = read_published(find_folder(source, wanted), config, embedding_VD, unpickle=unpickle)
+    heads = read_published(find_folder(source, names), config, embedding_VD, unpickle=unpickle)
     shapes = {name: getattr(heads, name) for name in ("hidden_size", "vocab_size", "projection_kind", "states")}
     shapes["architecture"] = "eagle3"
     if heads.proposed is not None:
@@ -262,8 +262,8 @@ def _check_target(target: str, stored: StoredHeads) -> int:
         sizes["vocab_size"] = stored.vocab_size
     for name, size in sizes.items():
         if getattr(text, name, None) != size:
-            theirs = getattr(text, name, None)
-            raise ValueError(f"{name} of the heads in {stored.path} is {size}, of the target {target} {theirs}")
+            expected = getattr(text, name, None)
+            raise ValueError(f"{name} of the heads in {stored.path} is {size}, of the target {target} {expected}")
     return int(text.vocab_size)
 
 
@@ -272,7 +272,7 @@ def _heads_folder(source: str, unpickle: bool) -> Path:
     path = find_local(source)
     if path is not None:
         return path
-    repo, revision = hub_place(source)
+    repo, revision = parse_hub_id(source)
     index, whole = WHOLE_FILES[1], WHOLE_FILES[0]
     folder = fetch(repo, [CONFIG_FILE, HEADS_FILE, index, *([PICKLED_FILE] if unpickle else [])], revision)
     if not any((folder / name).is_file() for name in (HEADS_FILE, PICKLED_FILE)):

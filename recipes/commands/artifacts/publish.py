@@ -21,53 +21,53 @@ def evidence_of(
 ) -> Evidence:
     """Return the evidence for the card of an artifact; raise ValueError if the results are of other files."""
     licences, datasets = {}, dict[str, None]()
-    for found in data_sources(manifest):
-        corpus = None if found["hub"] is None else find_corpus(found["hub"])
+    for source in data_sources(manifest):
+        corpus = None if source["hub"] is None else find_corpus(source["hub"])
         if corpus is not None:
-            licences[found["source"]] = corpus.licence + (f" ({corpus.note})" if corpus.note else "")
-        name = corpus.hub if corpus is not None else found["hub"]
+            licences[source["source"]] = corpus.licence + (f" ({corpus.note})" if corpus.note else "")
+        name = corpus.hub if corpus is not None else source["hub"]
         if name is not None and name.count("/") == 1:
             datasets[name] = None
     base = base_model(manifest)
     if base is not None and not is_on_hub(base):
-        log(f"push: the hub has no model {base}: the card names it as text")
+        log(f"push: the model card does not link the base model {base}, which is not on the hub")
         base = None
-    measured = None if results is None else measured_of(artifact, manifest, results)
+    measured = None if results is None else results_of(artifact, manifest, results)
     return Evidence(licence, base, tuple(datasets), licences, measured)
 
 
-def measured_of(artifact: Path, manifest: Manifest, path: Path) -> dict[str, Any]:
+def results_of(artifact: Path, manifest: Manifest, path: Path) -> dict[str, Any]:
     """Return the results with only the rows that use an artifact, and with their `certificates`.
 
     For an export, these are the rows that use the artifact from which it was made.
     """
     results = load_results(path)
     name = _name_in(results["artifacts"], artifact, manifest, path)
-    rows = [row for row in results["methods"] if _uses(row, name)]
+    rows = [row for row in results["methods"] if _is_row_of(row, name)]
     certificates, file = [], derive_path(path, KIND)
     if file.is_file():
-        found = load_certificate(file)
-        if (found["artifacts"].get(name) or {}).get("sha256") == results["artifacts"][name]["sha256"]:
+        certificate = load_certificate(file)
+        if (certificate["artifacts"].get(name) or {}).get("sha256") == results["artifacts"][name]["sha256"]:
             labels = {row["label"] for row in rows}
-            certificates = [one for one in found["certificates"] if one["label"] in labels]
+            certificates = [one for one in certificate["certificates"] if one["label"] in labels]
         else:
-            log(f"push: {file} is of other files than {path}: the card leaves it out")
+            log(f"push: the model card omits {file}, which certifies other files than {path} evaluates")
     return {**results, "methods": rows, "certificates": certificates}
 
 
 def _name_in(evaluated: Mapping[str, Any], artifact: Path, manifest: Manifest, path: Path) -> str:
     """Return the name of the artifact in results, found by the hashes of its files."""
-    mine = (manifest.export or {"of": {name: entry["sha256"] for name, entry in manifest.files.items()}})["of"]
+    hashes = (manifest.export or {"of": {name: entry["sha256"] for name, entry in manifest.files.items()}})["of"]
     drafting = {name: one for name, one in evaluated.items() if name != "target"}
     for name, one in drafting.items():
-        theirs = one.get("files") or {}
-        if theirs and theirs == {file: mine.get(file) for file in theirs}:
+        files = one.get("files") or {}
+        if files and files == {file: hashes.get(file) for file in files}:
             return str(name)
     named = ", ".join(f"{name} {one.get('source')}" for name, one in drafting.items())
-    raise ValueError(f"{path} is not of {artifact} as it is now but of {named or 'nothing'}: evaluate it again")
+    raise ValueError(f"{path} is of {named or 'no artifact'}, not of the files of {artifact}: evaluate it again")
 
 
-def _uses(row: Mapping[str, Any], name: str) -> bool:
+def _is_row_of(row: Mapping[str, Any], name: str) -> bool:
     """Return whether a row uses an artifact, or is the baseline."""
     method = row["method"]
     if method == "autoregressive" or method not in METHODS:

@@ -29,27 +29,27 @@ def export(
     The written files are loaded again and compared with the artifact. Example: `export runs/drafter --to vllm-sglang`.
     """
     from ....checkpoints.export.base import SERVING_FILE, ExportOptions, export_artifact, option_name
-    from ....checkpoints.storage.places import find_local, hub_place
+    from ....checkpoints.storage.places import find_local, parse_hub_id
     from .export import FORMATS
 
     if artifact is None:
         short = (Column(heading, no_wrap=True) for heading in ("format", "for"))
         table = Table(*short, "what", "read by", "options", box=None)
         for form in FORMATS.values():
-            typed = " ".join(map(option_name, form.options))
-            table.add_row(form.name, form.kind, form.summary, form.readers, typed)
+            options_text = " ".join(map(option_name, form.options))
+            table.add_row(form.name, form.kind, form.summary, form.readers, options_text)
         console().print(table)
         return
     if to is None:
-        raise ValueError(f"say with --to in which format to export {artifact}; `draftsmith export` lists them")
+        raise ValueError("the format of the export is missing: pass --to (`draftsmith export` lists the formats)")
     if target is not None and find_local(target) is None:
-        hub_place(target)  # raises if this cannot be a hub id
+        parse_hub_id(target)  # raises if this cannot be a hub id
     artifact = artifact.expanduser()
     folder = out.expanduser() if out else artifact.resolve().with_name(f"{artifact.resolve().name}-{to}")
     options = ExportOptions(target, speculative_tokens, llama_cpp)
     for line in export_artifact(artifact, to, folder, FORMATS, options):
         log(f"export: {line}")
-    log(f"export: wrote {folder}; how to serve it stands in {folder / SERVING_FILE}")
+    log(f"export: wrote {folder}; see {folder / SERVING_FILE} for how to serve it")
 
 
 def push(
@@ -78,10 +78,10 @@ def push(
     plan = plan_push(artifact, repo, card, private=private)
     _show_plan(plan)
     if not yes:
-        log("push: nothing was uploaded; the same command with --yes does it")
+        log("push: nothing was uploaded; add --yes to upload")
         return
     commit = upload(plan)
-    log(f"push: {plan.url}/commit/{commit} holds the {len(plan.files)} files")
+    log(f"push: uploaded {len(plan.files)} files: {plan.url}/commit/{commit}")
 
 
 def _show_plan(plan: Plan) -> None:

@@ -18,7 +18,7 @@ _SECTIONS = ("export", "target", "shapes", "evaluation", "training", "data", "ve
 
 
 def show(
-    place: Annotated[str, typer.Argument(help="Artifact directory, or user/name[@revision] on the hub.")],
+    location: Annotated[str, typer.Argument(help="Artifact directory, or user/name[@revision] on the hub.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print the manifest as JSON.")] = False,
 ) -> None:
     """Show the kind, origin and sizes of an artifact.
@@ -28,40 +28,40 @@ def show(
     from ....checkpoints.artifact.artifact import load_manifest
     from ....checkpoints.artifact.locate import resolve
 
-    folder = resolve(place)
+    folder = resolve(location)
     manifest = load_manifest(folder)
     if as_json:
         write_json(manifest.to_json())
         return
     table = Table(Column(no_wrap=True, style="bold"), Column(overflow="fold"), show_header=False, box=None)
-    for name, value in _facts(place, manifest):
+    for name, value in _facts(location, manifest):
         table.add_row(name, value)
     console().print(table)
 
 
-def verify_artifact(place: str) -> bool:
+def verify_artifact(location: str) -> bool:
     """Print all faults of an artifact, and return whether it has none."""
     from ....checkpoints.artifact.locate import resolve
     from ....checkpoints.verify.inspect import find_faults
 
-    manifest, faults = find_faults(resolve(place))
+    manifest, faults = find_faults(resolve(location))
     for fault in faults:
         console().print(f"fault: {fault}", soft_wrap=True)
     if manifest is not None and not faults:
         size = gigabytes(sum(entry["bytes"] for entry in manifest.files.values()))
-        whole = f"{manifest.role}, {len(manifest.files)} files of {size}, nothing wrong"
-        console().print(f"{place}: {whole}", soft_wrap=True)
+        whole = f"{manifest.role}, {len(manifest.files)} files of {size}, no faults"
+        console().print(f"{location}: {whole}", soft_wrap=True)
     return not faults
 
 
-def _facts(place: str, manifest: Manifest) -> Iterator[tuple[str, str]]:
+def _facts(location: str, manifest: Manifest) -> Iterator[tuple[str, str]]:
     total = sum(entry["bytes"] for entry in manifest.files.values())
-    made = f", an export in the format {manifest.export['format']}" if manifest.export is not None else ""
-    yield "what", f"{manifest.role}{made}, {len(manifest.files)} files of {gigabytes(total)} in {place}"
-    yield "created", manifest.created or "not known"
-    yield "command", manifest.command or "not known"
+    suffix = f", an export in the format {manifest.export['format']}" if manifest.export is not None else ""
+    yield "what", f"{manifest.role}{suffix}, {len(manifest.files)} files of {gigabytes(total)} in {location}"
+    yield "created", manifest.created or "unknown"
+    yield "command", manifest.command or "unknown"
     yield "vocabulary", f"{manifest.vocab_size:,} tokens"
-    yield "tokenizer", manifest.tokenizer_fingerprint or "not known"
+    yield "tokenizer", manifest.tokenizer_fingerprint or "unknown"
     for section in _SECTIONS:
         values = (getattr(manifest, section) or {}).items()
         plain = [f"{key}: {value}" for key, value in values if isinstance(value, (str, int, float)) and value != ""]
@@ -69,4 +69,4 @@ def _facts(place: str, manifest: Manifest) -> Iterator[tuple[str, str]]:
             yield "" if number else section, line
     for number, (name, entry) in enumerate(manifest.files.items()):
         yield "" if number else "files", f"{name}: {entry['bytes']:,} bytes, sha256 {entry['sha256']}"
-    yield "", "recipe, nested and empty values: --json"
+    yield "", "show the recipe and nested values with --json"

@@ -3,9 +3,9 @@
 A drafter, heads or a table is measured in up to four stages between training and real decoding. Few conditions change
 between two stages, so that a loss between them has few possible causes:
 
-- `record`: training metrics of the weights in memory, from the manifest;
-- `files`: the artifact's files on the same held-out blocks, with the target of this evaluation;
-- `own`: the target's own answers to the prompts of this evaluation, teacher-forced;
+- `record`: training metrics of the trained weights, from the manifest;
+- `files`: the saved artifact on the same held-out blocks, with the target of this evaluation;
+- `own`: responses of the target to the prompts of this evaluation, teacher-forced;
 - `decoding`: real decoding with a chain: `speculative`, `bpd` or `bigram`.
 """
 
@@ -44,7 +44,7 @@ from ....decode.evaluation.trace import trace
 from ....decode.methods import Parts, build_method
 from ....decode.models.seq2seq import Seq2SeqModel
 from ....decode.proposers.ngrams import TableChain
-from ...assemble.evaluation import Case, entries_of, open_case, other_target, place_of
+from ...assemble.evaluation import Case, entries_of, locate_part, open_case, other_target
 from ...schema.evaluation import EvaluateRecipe, MethodSection
 from ...session.stopping import Stoppable
 from ...session.terminal import log
@@ -54,7 +54,7 @@ CHAINS = {"drafter": "speculative", "heads": "bpd", "table": "bigram"}
 
 
 def measure_pair(recipe: EvaluateRecipe) -> tuple[list[Finding], dict[str, Any]]:
-    """Measure the drafter, heads or table of an evaluation in all stages from training to real decoding.
+    """Measure the drafter, heads or table of an evaluation in all stages from training to decoding.
 
     The options and the temperature are those of the recipe's first row with the chain method of the part.
 
@@ -67,31 +67,31 @@ def measure_pair(recipe: EvaluateRecipe) -> tuple[list[Finding], dict[str, Any]]
     """
     parts = [part for part in CHAINS if getattr(recipe, part) is not None]
     if len(parts) != 1:
-        raise ValueError(f"a diagnosis needs one of {', '.join(CHAINS)}, got {', '.join(parts) or 'none'}")
+        raise ValueError(f"a diagnosis requires exactly one of {', '.join(CHAINS)}, got {', '.join(parts) or 'none'}")
     method = CHAINS[parts[0]]
     row = next((row for row in recipe.methods if row.method == method), MethodSection(method=method))
     with Stoppable("doctor", "") as signals:
         case = open_case(recipe.model_copy(update={"methods": [row], "more_drafters": []}))
-        log(f"doctor: {parts[0]}, {len(case.prompts)} prompts of {recipe.prompts}, on {case.opened.device}")
-        found, measured = _Probe(case, parts[0], signals).run()
-    about = {"prompts": len(case.prompts), "recipe": recipe.recorded(), "artifacts": case.opened.artifacts()}
-    return found, about | measured
+        log(f"doctor: {parts[0]}, {len(case.prompts)} prompts of {recipe.prompts}, on {case.pair.device}")
+        findings, measured = _Probe(case, parts[0], signals).run()
+    about = {"prompts": len(case.prompts), "recipe": recipe.recorded(), "artifacts": case.pair.artifacts()}
+    return findings, about | measured
 
 
 class _Probe:
     """Measurement of one part with its chain method."""
 
     def __init__(self, case: Case, part: str, signals: Stoppable) -> None:
-        self.case, self.part, self.signals, self.target = case, part, signals, case.opened.target
+        self.case, self.part, self.signals, self.target = case, part, signals, case.pair.target
         (self.entry,) = entries_of(case.recipe)
         self.source_name = getattr(case.recipe, part)
-        self.method = build_method(self.entry.method, case.opened.parts, self.entry.sampling, **self.entry.options)
+        self.method = build_method(self.entry.method, case.pair.parts, self.entry.sampling, **self.entry.options)
         self.depth = self.method.proposer.capacity(case.limits)[1]
-        self.folder = Path(place_of(self.source_name, part))
+        self.folder = Path(locate_part(self.source_name, part))
         self.is_eagle = part == "drafter" and is_eagle(self.folder)
         self.by_heads = self.is_eagle or part == "heads"
         """Whether each draft position has its own head or drafting step."""
-        self.source = self._source(case.opened.parts)
+        self.source = self._source(case.pair.parts)
         self.trained = load_training_record(self.folder)
         self.skipped: list[str] = []
 
@@ -104,7 +104,7 @@ class _Probe:
         assert parts.drafter is not None
         if not self.is_eagle:
             return drafter_source(parts.drafter)
-        heads = attach_heads(self.folder, self.case.opened.model, self.target, parts.drafter.dtype)
+        heads = attach_heads(self.folder, self.case.pair.model, self.target, parts.drafter.dtype)
         heads.num_heads = self.depth
         return eagle_source(heads, self.target)
 
@@ -115,17 +115,17 @@ class _Probe:
         own = [Passage(*pair) for pair in zip(case.prompts, answers, strict=True)]
         stages = [
             *self._training_stages(),
-            self._scored("own", "the target's own answers, teacher-forced", own, "accepted"),
+            self._score_stage("own", "on-policy responses of the target, teacher-forced", own, "accepted"),
             self._decode(),
         ]
-        found = stage_findings(
+        findings = stage_findings(
             stages,
             other_target=trained is not None and other_target(trained.folder, case.recipe.target) is not None,
-            other_template=trained is not None and trained.has_other_template(case.template, case.opened.tokenizer),
+            other_template=trained is not None and trained.has_other_template(case.template, case.pair.tokenizer),
             rounds=self.target.dtype != torch.float32 or (trained is not None and trained.is_rounded),
         )
         read = self._readings(own) if self.is_eagle else []
-        found += reading_findings(read, self.depth) if read else []
+        findings += reading_findings(read, self.depth) if read else []
         measured = {
             "part": self.part,
             "source": self.source_name,
@@ -138,15 +138,15 @@ class _Probe:
             "readings": [reading.as_json() for reading in read],
             "skipped": self.skipped,
         }
-        return sorted(found, key=lambda each: -(each.lost or 0.0)), measured
+        return sorted(findings, key=lambda each: -(each.lost or 0.0)), measured
 
     def _training_stages(self) -> list[Stage]:
         """Measure the stages `record` and `files`, as far as the manifest allows."""
         if self.part == "table":
             return []
         if self.trained is None or isinstance(self.target, Seq2SeqModel):
-            why = "no manifest records its training" if self.trained is None else "an encoder-decoder has no blocks"
-            self.skipped.append(f"training metrics: {why}")
+            reason = "not in a manifest" if self.trained is None else "not supported for encoder-decoders"
+            self.skipped.append(f"training metrics: {reason}")
             return []
         metrics, depths = self.trained.metrics, list[float | None]()
         measure = "hit" if self.by_heads else "agree" if self.entry.sampling.greedy else "overlap"
@@ -154,7 +154,7 @@ class _Probe:
         if self.by_heads:
             depths = [metrics.get(f"head{head}_top1") for head in range(self.depth)]
             value = None if None in depths else float(np.mean([each or 0.0 for each in depths]))
-        record = Stage("record", "training metrics of the weights in memory", value, depths)
+        record = Stage("record", "training metrics of the trained weights", value, depths)
         passages = self.trained.passages()
         if isinstance(passages, str):
             self.skipped.append(passages)
@@ -162,9 +162,9 @@ class _Probe:
         if self.by_heads and self.source.proposed is not None:  # training counts only tokens of the draft vocabulary
             proposed = set(self.source.proposed.tolist())
             passages = [each.judge_only(proposed) for each in passages]
-        return [record, self._scored("files", "the artifact's files on the same held-out blocks", passages, measure)]
+        return [record, self._score_stage("files", "the saved artifact on the same held-out blocks", passages, measure)]
 
-    def _scored(self, key: str, description: str, passages: Sequence[Passage], measure: str) -> Stage:
+    def _score_stage(self, key: str, description: str, passages: Sequence[Passage], measure: str) -> Stage:
         with self.signals.bar(f"{self.part}: {key}", "documents" if key == "files" else "prompts") as advance:
             scores = score(self.target, self.source, passages, self.entry.sampling, advance)
         return scored_stage(key, description, scores, measure)
@@ -180,12 +180,12 @@ class _Probe:
                 attempts.append(draft_attempts(traced))
                 steps += len(traced)
                 advance(index + 1, len(case.prompts))
-        description = f"real decoding: {self.entry.method}, {self.depth} draft tokens per step"
+        description = f"decoding: {self.entry.method}, {self.depth} draft tokens per step"
         return decoding_stage(description, attempts, tokens / steps, self.depth if self.by_heads else 0)
 
     def _readings(self, own: Sequence[Passage]) -> list[Reading]:
         """Measure EAGLE-3 heads with all input conventions, on held-out blocks or else on the target's answers."""
-        kept = None if self.trained is None else self.trained.passages()
-        texts = kept if isinstance(kept, list) else [passage for passage in own if passage.text]
-        with self.signals.bar(f"{self.part}: all input conventions", "documents") as advance:
-            return measure_readings(self.case.opened.model, self.folder, texts, advance)
+        stored = None if self.trained is None else self.trained.passages()
+        texts = stored if isinstance(stored, list) else [passage for passage in own if passage.text]
+        with self.signals.bar(f"{self.part}: measuring input conventions", "documents") as advance:
+            return measure_readings(self.case.pair.model, self.folder, texts, advance)

@@ -64,7 +64,7 @@ def check_pair(
         as_json: Whether to print the findings as JSON.
 
     Returns:
-        True if transformers and this engine (for EAGLE-3 heads: all engines) accept the pair without reservations, and
+        True if transformers and draftsmith (for EAGLE-3 heads: all engines) accept the pair without reservations, and
         no fault was measured.
     """
     if out is not None and (out.suffix != ".json" or out.is_dir()):
@@ -81,36 +81,36 @@ def check_pair(
         folder = find_folder(drafter, ["*.json"])
         kind = load_manifest(folder).kind if (folder / MANIFEST_FILE).is_file() else "drafter"
         is_eagle = is_published_eagle(folder)
-        found: dict[str, Any] = {"target": target, "drafter": drafter, "findings": [], "verdicts": None}
+        result: dict[str, Any] = {"target": target, "drafter": drafter, "findings": [], "verdicts": None}
         if is_eagle or prompts is None or kind not in ("heads", "table"):
             diagnosis = _check_files(target, drafter, is_eagle)
-            found |= diagnosis.as_json()
+            result |= diagnosis.as_json()
             if is_eagle and prompts is not None:
                 _check_decodes(diagnosis, folder)
         if prompts is not None:
-            given = {"target": target, "drafter" if is_eagle else kind: drafter, "prompts": prompts}
-            _measure(found, evaluate_recipe(None, overrides, given, "doctor"), out)
+            changes = {"target": target, "drafter" if is_eagle else kind: drafter, "prompts": prompts}
+            _measure(result, evaluate_recipe(None, overrides, changes, "doctor"), out)
     if as_json:
-        write_json(_to_text(found))
+        write_json(_to_text(result))
     else:
-        show_diagnosis(found, console())
-    return _is_sound(found, is_eagle)
+        show_diagnosis(result, console())
+    return _is_sound(result, is_eagle)
 
 
-def _measure(found: dict[str, Any], recipe: EvaluateRecipe, out: Path | None) -> None:
+def _measure(result: dict[str, Any], recipe: EvaluateRecipe, out: Path | None) -> None:
     """Add the measured findings to a diagnosis, and write it to `out` or next to the recipe's results."""
     from .measure import measure_pair
 
     findings, about = measure_pair(recipe)
-    found["findings"] += [finding.as_json() for finding in findings]
-    found |= {"schema": 5, "kind": KIND} | about
+    result["findings"] += [finding.as_json() for finding in findings]
+    result |= {"schema": 5, "kind": KIND} | about
     path = out or derive_path(Path(recipe.out), KIND)
-    atomic_text(path, _to_text(found))
+    atomic_text(path, _to_text(result))
     log(f"doctor: wrote {path}")
 
 
-def _to_text(found: dict[str, Any]) -> str:
-    return json.dumps(found, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+def _to_text(result: dict[str, Any]) -> str:
+    return json.dumps(result, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def _check_files(target: str, drafter: str, is_eagle: bool) -> Diagnosis:
@@ -124,16 +124,16 @@ def _check_decodes(diagnosis: Diagnosis, folder: Path) -> None:
     """Raise ValueError if EAGLE-3 heads cannot be decoded by this engine."""
     verdict = diagnosis.verdicts["draftsmith"]
     if verdict.outcome == REFUSED:
-        raise ValueError(f"{diagnosis.drafter} is not decoded: {'; '.join(verdict.reasons)}")
+        raise ValueError(f"{diagnosis.drafter} cannot be decoded: {'; '.join(verdict.reasons)}")
     if not (folder / MANIFEST_FILE).is_file():
-        words = ["draftsmith", "import", diagnosis.drafter, "--target", diagnosis.target, "--out", "DIRECTORY"]
-        raise ValueError(f"{diagnosis.drafter} is not an artifact; import it with `{shlex.join(words)}`")
+        command = ["draftsmith", "import", diagnosis.drafter, "--target", diagnosis.target, "--out", "DIRECTORY"]
+        raise ValueError(f"{diagnosis.drafter} is not an artifact: import it with `{shlex.join(command)}`")
 
 
-def _is_sound(found: dict[str, Any], is_eagle: bool) -> bool:
-    verdicts = found["verdicts"] or {}
+def _is_sound(result: dict[str, Any], is_eagle: bool) -> bool:
+    verdicts = result["verdicts"] or {}
     judged = [each for name, each in verdicts.items() if is_eagle or name in ("transformers", "draftsmith")]
-    return all(each["outcome"] == WORKS for each in judged) and not any(each["is_fault"] for each in found["findings"])
+    return all(each["outcome"] == WORKS for each in judged) and not any(each["is_fault"] for each in result["findings"])
 
 
 def pair_verdict(target: str, drafter: str, consumer: str) -> str | None:
@@ -153,15 +153,15 @@ def check_server(target: str, files: Sequence[Path]) -> bool:
     """
     loaded = {results["kind"]: (path, results) for path in files for results in [load_results(path)]}
     if len(files) != 2 or set(loaded) != {BENCH, EVALUATION}:
-        raise ValueError(f"--results takes results of `bench` and of `evaluate`, got {', '.join(map(str, files))}")
+        raise ValueError(f"--results requires files of `bench` and of `evaluate`, got {', '.join(map(str, files))}")
     path, evaluation = loaded[EVALUATION]
     server = BenchRecipe.model_validate(loaded[BENCH][1]["recipe"])
     own = EvaluateRecipe.model_validate(evaluation["recipe"])
     rows = [row for row in evaluation["methods"] if row["method"] == "speculative"]
     fitting = [row for row in rows if row["temperature"] == server.temperature]
     if not fitting:
-        there = ", ".join(f"{each:g}" for each in sorted({row["temperature"] for row in rows})) or "none"
-        raise ValueError(f"{path} has no row of `speculative` at temperature {server.temperature:g}, only at {there}")
+        temperatures = ", ".join(f"{each:g}" for each in sorted({row["temperature"] for row in rows})) or "none"
+        raise ValueError(f"{path} has `speculative` at temperature {temperatures}, not at {server.temperature:g}")
     tokenizer = load_tokenizer(target)
     encode = prompt_renderer(get_template(own.template, tokenizer, own.template_options), tokenizer)
     questions = load_questions(server.prompts, server.limit, path=server.prompts_path, groups=server.groups or None)

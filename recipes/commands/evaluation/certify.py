@@ -53,30 +53,31 @@ def run_certify(
     out = out or derive_path(Path(recipe.out), KIND)
     check_writable(out)
     case = open_case(recipe)
-    opened = case.opened
-    entries = _distinct(_both_ways(entries_of(recipe), opened.parts))
-    small = _distinct([replace(entry, label=f"{entry.label}, small pair", sampling=Sampling()) for entry in entries])
+    pair = case.pair
+    entries = _drop_duplicates(_add_sampled(entries_of(recipe), pair.parts))
+    small = [replace(entry, label=f"{entry.label}, small pair", sampling=Sampling()) for entry in entries]
+    small = _drop_duplicates(small)
     plan, certify = Plan(tokens, LEVEL / (len(entries) + len(small)), batch, recipe.seed), _certifier(case)
     head = {
         "schema": SCHEMA,
         "kind": KIND,
-        "machine": machine(opened.device),
-        "artifacts": opened.artifacts(),
+        "machine": machine(pair.device),
+        "artifacts": pair.artifacts(),
         "recipe": recipe.recorded(),
         "plan": asdict(plan) | {"whole_level": LEVEL},
     }
     stress: list[Certificate] = []
     certificates: list[Certificate] = []
     identity = case.identity | {"plan": head["plan"]}
-    with Stoppable("certify") as signals, Journal(out, "texts", identity, signals) as kept:
+    with Stoppable("certify") as signals, Journal(out, "texts", identity, signals) as journal:
         with signals.bar("certifying on a small pair", "methods") as advance:
             for number, entry in enumerate(small):
                 step = (number, len(small), entry.method)
-                stress += stress_method(entry, plan, opened.device, lambda *_, step=step: advance(*step))
+                stress += stress_method(entry, plan, pair.device, lambda *_, step=step: advance(*step))
         with signals.bar("certifying", "tokens") as advance:
             amounts = [_planned_tokens(case, plan, entry) for entry in entries]
             for number, entry in enumerate(entries):
-                before, keep = sum(amounts[:number]), kept.numbered(f"texts of {entry.label}", _TEXTS)
+                before, keep = sum(amounts[:number]), journal.numbered(f"texts of {entry.label}", _TEXTS)
 
                 def progress(done: int, _: int, before: int = before, label: str = entry.label) -> None:
                     advance(before + done, sum(amounts), label)
@@ -90,7 +91,7 @@ def run_certify(
                     "certificates": [asdict(one) for one in certificates],
                 }
                 atomic_text(out, json.dumps(head | body, indent=2, allow_nan=False) + "\n")
-        kept.remove()
+        journal.remove()
     console().print(certificates_table(case.title, body["certificates"], body["stress"]).rich())
     for line in [*explanations(certificates, stress), f"certificate: {out}"]:
         console().print(line)
@@ -99,17 +100,17 @@ def run_certify(
 
 def _certifier(case: Case) -> Certify:
     """Return a function that certifies an entry of the case and measures rounding once for each sampling."""
-    opened = case.opened
+    pair = case.pair
     # The judge runs transformers' own forward, so that faults of the fast forward used in decoding are found too.
-    judge = make_judge(opened.model, states_of(opened.parts.heads))
+    judge = make_judge(pair.model, states_of(pair.parts.heads))
 
     @cache
     def rounding(sampling: Sampling) -> Rounding:
-        return measure_rounding(opened.target, case.prompts, sampling, reference=judge)
+        return measure_rounding(pair.target, case.prompts, sampling, reference=judge)
 
     def certify(entry: Entry, plan: Plan, limits: Any = case.limits, **hooks: Any) -> Certificate:
         hooks |= {"reference": judge, "rounding": rounding(entry.sampling)}
-        return certify_method(opened.target, opened.parts, entry, case.prompts, limits, plan, **hooks)
+        return certify_method(pair.target, pair.parts, entry, case.prompts, limits, plan, **hooks)
 
     return certify
 
@@ -131,7 +132,7 @@ def _with_stress(certificate: Certificate, stress: Sequence[Certificate]) -> Cer
     return replace(certificate, verdict=max([certificate.verdict, *same], key=VERDICTS.index))
 
 
-def _both_ways(entries: list[Entry], parts: Parts) -> list[Entry]:
+def _add_sampled(entries: list[Entry], parts: Parts) -> list[Entry]:
     """Return the entries and, if all are at temperature 0, those of lossless methods again at temperature 1."""
     if not all(entry.sampling.greedy for entry in entries):
         return entries
@@ -143,9 +144,9 @@ def _both_ways(entries: list[Entry], parts: Parts) -> list[Entry]:
     ]
 
 
-def _distinct(entries: Sequence[Entry]) -> list[Entry]:
+def _drop_duplicates(entries: Sequence[Entry]) -> list[Entry]:
     """Drop entries that decode like an earlier entry and differ only in their labels."""
-    found: dict[str, Entry] = {}
+    distinct: dict[str, Entry] = {}
     for entry in entries:
-        found.setdefault(json.dumps([entry.method, entry.options, asdict(entry.sampling)], sort_keys=True), entry)
-    return list(found.values())
+        distinct.setdefault(json.dumps([entry.method, entry.options, asdict(entry.sampling)], sort_keys=True), entry)
+    return list(distinct.values())

@@ -41,7 +41,7 @@ class Journal:
             self._read(json.loads(json.dumps({"identity": identity})))
             self._stack = stack.pop_all()
         if self._found:
-            log(f"resuming; {len(self._found)} {name} of an earlier process are kept")
+            log(f"resuming with {len(self._found)} finished {name}")
 
     def __call__(self, name: str, form: TypeAdapter[Found], work: Callable[[], Found]) -> Found:
         """Return a named result from the journal, or compute and store it."""
@@ -49,9 +49,9 @@ class Journal:
             return self.known(name, form)
         if self._signals is not None:
             self._signals.check()
-        found = work()
-        self.add(name, form, found)
-        return found
+        result = work()
+        self.add(name, form, result)
+        return result
 
     def numbered(self, name: str, form: TypeAdapter[Found]) -> Callable[[int, Callable[[], Found]], Found]:
         """Return a function like `__call__` that takes numbers in place of names."""
@@ -71,11 +71,11 @@ class Journal:
         try:
             return form.validate_python(self._found[name])
         except ValidationError as error:
-            raise self._damaged(f"{name!r} has another form") from error
+            raise self._damage_error(f"{name!r} has an unexpected format") from error
 
-    def add(self, name: str, form: TypeAdapter[Found], found: Found) -> None:
+    def add(self, name: str, form: TypeAdapter[Found], result: Found) -> None:
         """Store a result, and flush it to disk."""
-        self._append([name, form.dump_python(found, mode="json")])
+        self._append([name, form.dump_python(result, mode="json")])
 
     def remove(self) -> None:
         """Delete the journal after the results are written."""
@@ -90,8 +90,8 @@ class Journal:
     def _append(self, line: Any) -> None:
         append_line(self._file, json.dumps(line, allow_nan=False).encode())
 
-    def _damaged(self, why: object) -> ValueError:
-        return ValueError(f"{self.path} is damaged: {why}; delete the file to restart")
+    def _damage_error(self, reason: object) -> ValueError:
+        return ValueError(f"{self.path} is damaged: {reason}; delete the file to restart")
 
     def _read(self, head: dict[str, Any]) -> None:
         self._file.seek(0)
@@ -106,9 +106,9 @@ class Journal:
                 if lines:
                     return
             else:
-                log(f"{self.path} belongs to other settings ({_differences(first, head)} differ): restarting")
+                log(f"{self.path} was written with other settings ({_differences(first, head)} differ): restarting")
         except ValueError as error:
-            raise self._damaged(first_line(error)) from error
+            raise self._damage_error(first_line(error)) from error
         self._file.truncate(0)
         self._append(head)
 
@@ -122,6 +122,6 @@ def _differences(before: Any, now: dict[str, Any]) -> str:
     """Return the names of the settings that differ; raise ValueError if the first line has no identity."""
     old = before.get("identity") if isinstance(before, dict) else None
     if not isinstance(old, dict):
-        raise ValueError("its first line holds no identity")
+        raise ValueError("the first line has no identity")
     new = now["identity"]
     return ", ".join(name for name in {**new, **old} if new.get(name) != old.get(name))

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ....checkpoints.storage.messages import did_you_mean
-from ....checkpoints.storage.places import check_place
+from ....checkpoints.storage.places import check_location
 from ...schema.evaluation import EvaluateRecipe, MethodSection
 from ...schema.loading import find_recipe, parse_recipe, read_extended
 from ...session.terminal import log
@@ -27,7 +27,7 @@ def core_methods(parts: Container[str]) -> list[str]:
 def evaluate_recipe(
     name: str | None,
     overrides: Sequence[str],
-    given: Mapping[str, str | bool | None],
+    options: Mapping[str, str | bool | None],
     command: str = "evaluate",
     names: Sequence[str] = (),
 ) -> EvaluateRecipe:
@@ -36,47 +36,47 @@ def evaluate_recipe(
     Args:
         name: File or name of a recipe. If it is None or a change, `evaluate/all-methods` is used with the given parts
             and, by default, with `spec-bench` and the tokenizer's chat template.
-        overrides: Changes of the form `key.path=value`, which take precedence over `given`.
-        given: Changes by key; None and False are ignored.
+        overrides: Changes of the form `key.path=value`, which take precedence over `options`.
+        options: Changes by key; None and False are ignored.
         command: Name of the command in messages.
         names: Labels or methods of the rows to run, whose baselines are added. By default these are the rows of the
             recipe or, without a recipe, of `core_methods`; `methods=all` selects every method that the parts allow.
 
     Raises ValueError: neither a recipe nor a target is given.
     """
-    changes: dict[str, Any] = {key: value for key, value in given.items() if value is not None and value is not False}
+    changes: dict[str, Any] = {key: value for key, value in options.items() if value is not None and value is not False}
     if name is not None and "=" in name and not Path(name).is_file():
         overrides, name = [name, *overrides], None
     if name is None and "target" not in changes:
-        raise ValueError(f"give a recipe (`draftsmith recipes ls`), or a target: draftsmith {command} --target T")
+        raise ValueError(f"pass a recipe (see `draftsmith recipes ls`), or use `draftsmith {command} --target T`")
     path = find_recipe(BASE if name is None else name)
     values = read_extended(path)
     has_template = "template" in changes or any(each.startswith("template=") for each in overrides)
     if name is None:
         changes = _direct(changes, names) | changes
-    where = f"draftsmith {command} --target {changes['target']}" if name is None else str(path)
-    recipe = parse_recipe(values, where, overrides, given=changes, kinds=["evaluate"])
+    description = f"draftsmith {command} --target {changes['target']}" if name is None else str(path)
+    recipe = parse_recipe(values, description, overrides, options=changes, kinds=["evaluate"])
     assert isinstance(recipe, EvaluateRecipe)
     if names:
-        recipe = recipe.model_copy(update={"methods": chosen_rows(recipe, names)})
+        recipe = recipe.model_copy(update={"methods": choose_rows(recipe, names)})
     if name is None:
         if not has_template:  # after all checks, since it loads the tokenizer
             recipe = recipe.model_copy(update={"template": template_of(recipe.target)})
-        more = "" if names else "; methods=all: every method of these artifacts; --method NAME: one"
-        log(f"{command}: {', '.join(recipe.labels())}; prompts in the template {recipe.template!r}{more}")
+        more = "" if names else "; use methods=all for all methods, --method NAME for one"
+        log(f"{command}: {', '.join(recipe.labels())}; prompt template {recipe.template!r}{more}")
     return recipe
 
 
-def chosen_rows(recipe: EvaluateRecipe, names: Sequence[str]) -> list[MethodSection]:
+def choose_rows(recipe: EvaluateRecipe, names: Sequence[str]) -> list[MethodSection]:
     """Return the named rows after their baselines."""
-    chosen, at = named_rows(recipe, names), recipe.temperature_of
+    chosen, at = find_rows(recipe, names), recipe.temperature_of
     plain = {at(row): row for row in recipe.methods if row.method == BASELINE}
     plain = {recipe.temperature: MethodSection(method=BASELINE)} | plain
     baselines = [plain[temperature] for temperature in dict.fromkeys(map(at, chosen))]
     return [row for row in baselines if row not in chosen] + chosen
 
 
-def named_rows(recipe: EvaluateRecipe, names: Sequence[str]) -> list[MethodSection]:
+def find_rows(recipe: EvaluateRecipe, names: Sequence[str]) -> list[MethodSection]:
     """Return rows by label or method, with default options for a method without a row.
 
     Raises ValueError if a name is unknown, or if a method needs a part that the recipe lacks.
@@ -89,11 +89,11 @@ def named_rows(recipe: EvaluateRecipe, names: Sequence[str]) -> list[MethodSecti
         named = rows.get(name) or next((row for row in recipe.methods if row.method == name), None)
         if named is None and name not in METHODS:
             known = list(dict.fromkeys([*rows, *METHODS]))
-            raise ValueError(f"--method {name}: unknown.{did_you_mean(name, known)} Known: {', '.join(known)}")
+            raise ValueError(f"unknown --method {name!r}.{did_you_mean(name, known)} Known: {', '.join(known)}")
         row = named or MethodSection(method=name)
         for part in method_config(row.method, row.options).needs:
             if getattr(recipe, part) is None:
-                raise ValueError(f"--method {name} needs {part}, and there is none: give --{part}")
+                raise ValueError(f"--method {name} requires a {part}: pass --{part}")
         chosen[name] = row
     return list(chosen.values())
 
@@ -109,7 +109,7 @@ def _direct(changes: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
     """Return the values that turn `BASE` into a recipe for the given artifacts only."""
     for part in ("target", *PARTS):
         if part in changes:
-            check_place(changes[part])  # fails before slow imports
+            check_location(changes[part])  # fails before slow imports
     target = str(changes["target"])
     out = Path("runs") / "evaluate" / Path(target.rstrip("/")).name / "results.json"
     methods = "all" if names else [{"method": name} for name in core_methods(changes)]

@@ -22,7 +22,7 @@ from ....decode.evaluation.tuning.space import (
     tuned_name,
 )
 from ....decode.evaluation.tuning.tuner import Measurement, choose_winner, tune
-from ...assemble.evaluation import place_of, prompts_of
+from ...assemble.evaluation import locate_part, prompts_of
 from ...schema.evaluation import EvaluateRecipe, MethodSection
 from ...schema.loading import write_recipe
 from ...session.terminal import console, log
@@ -41,20 +41,20 @@ def run_tune(recipe: EvaluateRecipe) -> list[Measurement]:
     """
     folder = Path(recipe.out).with_suffix(".tune")
     check_writable(folder, folder=True)
-    rows, left_out = rows_to_tune(recipe)
+    rows, skipped = rows_to_tune(recipe)
     rounds = prompts_of_rounds(len(prompts_of(recipe, load_tokenizer(recipe.target))), recipe.batch)
-    log(f"tune: {len(rows)} settings, on {', then '.join(map(str, rounds))} prompts")
+    log(f"tune: {len(rows)} settings, in rounds of {', '.join(map(str, rounds))} prompts")
 
     def measure(labels: Sequence[str], number: int, prompts: int) -> list[Measurement]:
-        own = _with_rows(recipe, [rows[label] for label in labels], folder / f"round-{number}.json")
+        own = _select_rows(recipe, [rows[label] for label in labels], folder / f"round-{number}.json")
         return [
             Measurement.of_row(row) for row in evaluate_once(own.model_copy(update={"limit": prompts}))["methods"][1:]
         ]
 
     measured = tune(list(rows), measure, rounds)
-    last = _with_rows(recipe, [rows[each.label] for each in measured], folder / "results.json")
+    last = _select_rows(recipe, [rows[each.label] for each in measured], folder / "results.json")
     write_recipe(last, folder / "recipe.yaml")
-    lines = [f"not tuned: {name}: {why}" for name, why in left_out.items()]
+    lines = [f"not tuned: {name}: {reason}" for name, reason in skipped.items()]
     lines += [f"best: {choose_winner(measured)[1]}"] if any(each.is_lossless for each in measured) else []
     results = folder / f"round-{len(rounds)}.json"
     console().print(*lines, f"results: {results}; chosen settings: {folder / 'recipe.yaml'}", sep="\n", soft_wrap=True)
@@ -73,10 +73,10 @@ def available_in(recipe: EvaluateRecipe) -> Available:
     """Return the parts and features of the recipe's artifacts, which limit the settings to tune."""
     heads, table, parallel = 0, False, False
     if recipe.heads is not None:
-        heads = load_manifest(Path(place_of(recipe.heads, "heads"))).shapes["num_heads"]
+        heads = load_manifest(Path(locate_part(recipe.heads, "heads"))).shapes["num_heads"]
     if recipe.table is not None:
-        table = (Path(place_of(recipe.table, "table")) / TEXTS_FILE).is_file()
-    if recipe.drafter is not None and not is_eagle(Path(drafter := place_of(recipe.drafter, "drafter"))):
+        table = (Path(locate_part(recipe.table, "table")) / TEXTS_FILE).is_file()
+    if recipe.drafter is not None and not is_eagle(Path(drafter := locate_part(recipe.drafter, "drafter"))):
         parallel = mask_token(load_config(drafter)) is not None
     parts = (part for part in ("drafter", "heads", "table") if getattr(recipe, part) is not None)
     return Available(frozenset(parts), heads, table, parallel)
@@ -85,29 +85,31 @@ def available_in(recipe: EvaluateRecipe) -> Available:
 def rows_to_tune(recipe: EvaluateRecipe) -> tuple[dict[str, MethodSection], dict[str, str]]:
     """Return the settings to tune by label, and why rows are left out; raise ValueError if no method is left."""
     available, at = available_in(recipe), recipe.temperature
-    known, left_out = tunable_methods(available, at), dict[str, str]()
-    asked = [(label, row) for label, row in zip(recipe.labels(), recipe.methods, strict=True) if row.method != BASELINE]
-    chosen = [] if asked else [(name, dict[str, object]()) for name in known]
-    for label, row in asked:
+    known, skipped = tunable_methods(available, at), dict[str, str]()
+    listed = [
+        (label, row) for label, row in zip(recipe.labels(), recipe.methods, strict=True) if row.method != BASELINE
+    ]
+    chosen = [] if listed else [(name, dict[str, object]()) for name in known]
+    for label, row in listed:
         name = tuned_name(row.method, row.options, at)
         if row.temperature not in (None, at):
-            left_out[label] = f"the temperature of the recipe is {at:g}: set `temperature={row.temperature:g}`"
+            skipped[label] = f"its temperature differs from the recipe's {at:g}: set `temperature={row.temperature:g}`"
         elif name not in GRIDS:
-            left_out[label] = "none of its settings is searched"
+            skipped[label] = "it has no settings to tune"
         else:
             chosen.append((name, row.options))
     if not chosen:
-        reasons = "; ".join(f"{label}: {why}" for label, why in left_out.items()) or "the recipe names no artifact"
+        reasons = "; ".join(f"{label}: {reason}" for label, reason in skipped.items()) or "no drafter, heads or table"
         raise ValueError(f"no method can be tuned ({reasons}). Known: {', '.join(known)}")
     rows = {}
     for name, fixed in chosen:
         for method, options in list_settings(name, available, at):
-            given = fixed | options
-            rows[format_setting(method, given)] = MethodSection(method=method, options=given)
-    return {label: row.model_copy(update={"label": label}) for label, row in rows.items()}, left_out
+            merged = fixed | options
+            rows[format_setting(method, merged)] = MethodSection(method=method, options=merged)
+    return {label: row.model_copy(update={"label": label}) for label, row in rows.items()}, skipped
 
 
-def _with_rows(recipe: EvaluateRecipe, rows: Sequence[MethodSection], out: Path) -> EvaluateRecipe:
+def _select_rows(recipe: EvaluateRecipe, rows: Sequence[MethodSection], out: Path) -> EvaluateRecipe:
     """Return the evaluation of the baseline and some settings."""
     changes = {"methods": [MethodSection(method=BASELINE), *rows], "out": str(out), "energy": "off"}
     return recipe.model_copy(update=changes | {"compare_with_transformers": False})

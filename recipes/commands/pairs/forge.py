@@ -129,24 +129,26 @@ class _Forge:
             costs = measure_costs(self.base, self.out, self.questions.answered)
         self.shape, self.curve = ModelShape(**costs["shape"]), Curve(tuple(costs["nodes"]), tuple(costs["seconds"]))
         self.prefill = self.questions.tokens * costs["seconds"][-1] / costs["nodes"][-1]
-        asked = min(self.questions.answered, int(BUDGET_SHARES["answers"] * self.seconds / costs["seconds_per_answer"]))
-        candidates = self._plan(costs["eagle"], asked, costs["seconds_per_answer"])
+        answers = min(
+            self.questions.answered, int(BUDGET_SHARES["answers"] * self.seconds / costs["seconds_per_answer"])
+        )
+        candidates = self._plan(costs["eagle"], answers, costs["seconds_per_answer"])
         if plan_only:
-            return self._end("plan")
+            return self._finish("plan")
         self.section = "Given drafters, and short training of all candidates"
         self._compare_given()
-        if asked < MIN_ANSWERS:
-            self._note(f"nothing is trained: the budget pays for {asked} answers, training needs {MIN_ANSWERS}")
+        if answers < MIN_ANSWERS:
+            self._note(f"no training: the budget allows {answers} answers, but training requires {MIN_ANSWERS}")
         else:
-            self.base = with_heldout(self.base, asked)
-            table = self.base.table.model_copy(update={"out": f"{self.out}/table-{asked}"})
+            self.base = with_heldout(self.base, answers)
+            table = self.base.table.model_copy(update={"out": f"{self.out}/table-{answers}"})
             self.base, self.has_table = self.base.model_copy(update={"table": table}), True
             with self.ledger.stage("answers"):
-                run_stage(answers_of(self.base, asked, "answers"))
+                run_stage(answers_of(self.base, answers, "answers"))
                 run_stage(table)
             self._train_candidates(candidates)
         self._choose()
-        return self._end("forge")
+        return self._finish("forge")
 
     def _note(self, text: str, workload: Workload | None = None) -> None:
         text = text if workload is None or len(self.workloads) == 1 else f"{workload}: {text}"
@@ -156,29 +158,31 @@ class _Forge:
     def _name(self, stem: str, workload: Workload) -> str:
         return stem if len(self.workloads) == 1 else f"{stem}-{workload.slug}"
 
-    def _plan(self, supports_eagle: bool, asked: int, seconds_per_answer: float) -> list[Candidate]:
+    def _plan(self, supports_eagle: bool, answers: int, seconds_per_answer: float) -> list[Candidate]:
         """Choose candidates that could be faster than the baseline, and the number of prompts to compare them with."""
         self.section = "Plan: costs, candidates and budget"
-        more = self.curve(4) - self.curve(1)
-        self._note(f"a forward takes {1e3 * self.curve(1):.1f} ms, {1e3 * more:.1f} ms more with three more tokens")
+        self._note(f"a forward takes {1e3 * self.curve(1):.1f} ms, of four tokens {1e3 * self.curve(4):.1f} ms")
         chosen, batches = [], dict.fromkeys(self.recipe.batch)
         for candidate in list_candidates(self.shape, DRAFT_VOCABULARY, supports_eagle):
-            found = {batch: is_worth_training(candidate, self.curve, batch) for batch in batches}
-            for batch, (_, reason) in found.items():
+            decisions = {batch: is_worth_training(candidate, self.curve, batch) for batch in batches}
+            for batch, (_, reason) in decisions.items():
                 self._note(reason if len(batches) == 1 else f"batch {batch}: {reason}")
-            chosen += [candidate] if any(able for able, _ in found.values()) else []
+            chosen += [candidate] if any(able for able, _ in decisions.values()) else []
         rows = 2 * max(1, len(chosen) + len(self.recipe.drafters))  # each row is measured next to a baseline
         self.prompts = {each: self._count_prompts(each, BUDGET_SHARES["measure"], rows) for each in self.workloads}
-        self._note(f"{asked:,} of {self.questions.answered:,} prompts are answered")
-        parts = {"answers": asked * seconds_per_answer, "certificates": len(self.workloads) * self._certifying()}
+        self._note(f"generating answers to {answers:,} of {self.questions.answered:,} prompts")
+        parts = {
+            "answers": answers * seconds_per_answer,
+            "certificates": len(self.workloads) * self._certificate_seconds(),
+        }
         parts["measuring and tuning"] = (BUDGET_SHARES["measure"] + BUDGET_SHARES["tune"]) * self.seconds
         costs = ", ".join(f"{duration(seconds)} for {name}" for name, seconds in parts.items() if seconds)
-        extra = "; measuring in the engine is not included" if self.recipe.engine is not None else ""
-        self._note(f"of {duration(self.seconds)} about {costs}; the rest is for training{extra}")
+        extra = "; measurements in the engine are not included" if self.recipe.engine is not None else ""
+        self._note(f"of the budget of {duration(self.seconds)}, about {costs}; the rest is for training{extra}")
         passes = 2 * EVALUATION_OVERHEAD * MIN_BATCHES * (1 + MAX_FINALISTS)
         least = passes * sum(map(self._batch_seconds, self.workloads))
         if least > self.seconds:
-            self._note(f"{duration(self.seconds)} are too few: measuring takes about {duration(least)}")
+            self._note(f"the budget of {duration(self.seconds)} is too small: measuring takes about {duration(least)}")
         return chosen
 
     def _count_prompts(self, workload: Workload, share: float, rows: int) -> int:
@@ -196,7 +200,7 @@ class _Forge:
         tokens = min(int(share / (_CERTIFYING * self.curve(1))), _CERTIFIED[-1])
         return tokens if tokens in _CERTIFIED else 0
 
-    def _certifying(self) -> float:
+    def _certificate_seconds(self) -> float:
         return _CERTIFYING * self._certified_tokens() * self.curve(1)
 
     def _compare_given(self) -> None:
@@ -207,14 +211,14 @@ class _Forge:
                 kind = kind_of(folder_of(drafter))
                 doubts = None if kind == "eagle" else pair_verdict(str(self.out / "target"), drafter, reader)
                 if doubts is not None:
-                    self._note(f"{drafter}: doctor, for {reader}: {doubts}")
+                    self._note(f"{drafter}: `draftsmith doctor` reports for {reader}: {doubts}")
                 source = Source(drafter, kind, drafter)
                 self._compare(source, f"given-{number}")
                 self.sources[drafter] = source
             except NotLosslessError:
                 raise
             except ValueError as error:
-                self._note(f"{drafter}: left out, {error}")
+                self._note(f"{drafter}: skipped: {error}")
 
     def _compare(self, source: Source, stage: str, cost: float | None = None) -> None:
         """Measure a source of drafts with one setting on each workload."""
@@ -226,9 +230,9 @@ class _Forge:
                 return self.curve(batch * tokens)
 
             row = source.default(best_draft(candidate, seconds, [EXPECTED_ACCEPTANCE] * _MAX_LENGTH)[0])
-            (found,) = self._measure(stage, workload, [row], self.prompts[workload])
-            self._note(f"{found}, {found.tokens_per_step:.2f} tokens per step", workload)
-            self.compared[workload][source.name] = found
+            (measurement,) = self._measure(stage, workload, [row], self.prompts[workload])
+            self._note(f"{measurement}, {measurement.tokens_per_step:.2f} tokens per step", workload)
+            self.compared[workload][source.name] = measurement
 
     def _measure(
         self, stage: str, workload: Workload, rows: Sequence[Row], prompts: int, *prompts_file: str
@@ -238,8 +242,8 @@ class _Forge:
         with self.ledger.stage(name):
             results = evaluate_once(recipe)
         sources = {row.label: row.source for row in rows}
-        found = [Measurement.of_row(row) for row in results["methods"][1:]]
-        return [replace(each, name=sources[each.label].name, steps=sources[each.label].steps) for each in found]
+        measurements = [Measurement.of_row(row) for row in results["methods"][1:]]
+        return [replace(each, name=sources[each.label].name, steps=sources[each.label].steps) for each in measurements]
 
     def _train(self, candidate: Candidate, steps: int) -> Source:
         name = f"{candidate.slug}-{steps}"
@@ -250,25 +254,22 @@ class _Forge:
                 run_stage(stage)
             elif not (out / MANIFEST_FILE).is_file():
                 self._launch(stage, out.with_suffix(".yaml"))
-        if (found := load_manifest(out).training["processes"]) != self.recipe.processes:
-            raise ValueError(
-                f"{found} process trained, but `processes` is {self.recipe.processes}: accelerate finds no device "
-                "for each; set `launch=--multi_gpu`, or `launch='--config_file FILE'`"
-            )
+        if (processes := load_manifest(out).training["processes"]) != self.recipe.processes:
+            raise ValueError(f"`processes` is {self.recipe.processes}, but {processes} ran: set `launch=--multi_gpu`")
         return Source(candidate.name, candidate.kind, str(out), steps)
 
     def _launch(self, stage: DrafterRecipe | HeadsRecipe, file: Path) -> None:
         write_recipe(stage, file)
         gc.collect()
         torch.cuda.empty_cache()  # the first launched process uses the same device
-        for words in (("prepare", str(file), "--teacher"), ("train", str(file))):
-            run_launched(f"--num_processes {self.recipe.processes} {self.recipe.launch}", *words)
+        for command in (("prepare", str(file), "--teacher"), ("train", str(file))):
+            run_launched(f"--num_processes {self.recipe.processes} {self.recipe.launch}", *command)
 
     def _train_candidates(self, candidates: Sequence[Candidate]) -> None:
         """Train all candidates for a short time, and the best one of each workload for the rest of the time."""
         known = {each.name: each for each in candidates}
         if not known:
-            self._note("nothing is trained: no candidate could be faster than autoregressive decoding")
+            self._note("no training: no candidate could be faster than autoregressive decoding")
             return
         seconds = self._training_seconds("race", "measure", "tune", "certify")
         rates, tried = self._try_steps(known, (1 - SELECTION_SHARE) * seconds)
@@ -283,9 +284,11 @@ class _Forge:
             steps = max(MIN_STEPS, int(SELECTION_SHARE * seconds / len(names) / rates[name]))
             trained[name] = self._train(known[name], steps)
             self._compare(trained[name], f"race-{known[name].slug}", known[name].cost)
-        first = dict.fromkeys(max(names, key=lambda name: found[name].speedup) for found in self.compared.values())
+        first = dict.fromkeys(
+            max(names, key=lambda name: compared[name].speedup) for compared in self.compared.values()
+        )
         self.section = "Full training, tuning and choice"
-        self._note(f"{', '.join(first)}: trained for the rest of the time")
+        self._note(f"training {', '.join(first)} for the rest of the time")
         seconds = (self._training_seconds("finish", "tune", "certify") + 3600 * self.recipe.more_hours) / len(first)
         for name in first:
             self.sources[name] = self._train(known[name], max(trained[name].steps, int(seconds / rates[name])))
@@ -295,8 +298,8 @@ class _Forge:
         rates, tried, last = dict[str, float](), 0.0, 0.0
         for name, candidate in known.items():
             if rates and tried + last > most:
-                left_out = ", ".join(each for each in known if each not in rates)
-                self._note(f"left out: {left_out}: short trials may take {most:.0f} s, {tried:.0f} s are spent")
+                skipped = ", ".join(each for each in known if each not in rates)
+                self._note(f"skipped {skipped}: short trials took {tried:.0f} s of at most {most:.0f} s")
                 break
             folder = Path(str(self._train(candidate, _TRIED).artifact))
             # A recorded time, so that a resumed forge decides the same.
@@ -315,11 +318,11 @@ class _Forge:
         if budget not in spent:
             spent[budget] = self.ledger.spent
             atomic_text(path, json.dumps({"spent": spent}, indent=1) + "\n")
-        left = max(0.0, (1 - sum(BUDGET_SHARES[name] for name in later)) * self.seconds - spent[budget])
+        remaining = max(0.0, (1 - sum(BUDGET_SHARES[name] for name in later)) * self.seconds - spent[budget])
         self._note(
-            f"of {duration(self.seconds)} {duration(spent[budget])} are spent, {duration(left)} are left for training"
+            f"spent {duration(spent[budget])} of {duration(self.seconds)}; left for training: {duration(remaining)}"
         )
-        return left
+        return remaining
 
     def _choose(self) -> None:
         """Tune on each workload, choose, certify, and tune in the engine."""
@@ -355,7 +358,7 @@ class _Forge:
             rows = {row.label: row for row in interleave(listed)}
             self.rows |= rows
             labels = list(rows)[: count_rows(seconds, batch_seconds, max(MAX_FINALISTS, len(names)))]
-            self._note(f"{len(labels)} of {len(rows)} settings are measured", workload)
+            self._note(f"measuring {len(labels)} of {len(rows)} settings", workload)
             return tune(labels, measure, [few, many])
 
         try:
@@ -366,7 +369,7 @@ class _Forge:
             own = [name for name in self.sources if name not in self.recipe.drafters]
             if len(own) in (0, len(self.sources)):
                 raise
-            self._note(f"given drafters are left out: {error}", workload)
+            self._note(f"skipping the given drafters: {error}", workload)
             return tune_sources(own)
 
     def _certify(self, workload: Workload, row: Row) -> None:
@@ -375,18 +378,16 @@ class _Forge:
         enough = min(self.questions.held_out, max(self.prompts[workload], 2 * tokens // self.recipe.new_tokens))
         recipe = evaluation_of(self.base, self.recipe, name, [row], workload, enough)
         write_recipe(recipe, file := self.out / f"{name}.yaml")
-        self._note(f"to decode with it: draftsmith evaluate {file}", workload)
+        self._note(f"evaluate it with `draftsmith evaluate {file}`", workload)
         if not tokens:
-            self._note(f"to certify it: draftsmith certify {file}", workload)
+            self._note(f"certify it with `draftsmith certify {file}`", workload)
             return
         with self.ledger.stage(f"certificate {name}"):
             verdicts = self.verdicts[workload] = certify_once(recipe, tokens)
         self._note("; ".join(f"{label}: {verdict}" for label, verdict in verdicts.items()), workload)
         if broken := [label for label, verdict in verdicts.items() if verdict == "not lossless"]:
             self._write()
-            raise NotLosslessError(
-                f"{broken[0]} is not lossless: {derive_path(Path(recipe.out), KIND)} has the evidence"
-            )
+            raise NotLosslessError(f"{broken[0]} is not lossless: see {derive_path(Path(recipe.out), KIND)}")
 
     def _serve(self) -> None:
         """Tune the draft lengths of the winners and of fully trained drafters in the serving engine."""
@@ -396,8 +397,8 @@ class _Forge:
             self._write()  # keeps the results if the engine fails to start
             source = self.sources[name]
             artifact = None if source.artifact is None else folder_of(source.artifact)
-            given = f"given-{1 + self.recipe.drafters.index(name)}" if name in self.recipe.drafters else "lookup"
-            stem = artifact.name if artifact is not None and source.steps else given
+            default_stem = f"given-{1 + self.recipe.drafters.index(name)}" if name in self.recipe.drafters else "lookup"
+            stem = artifact.name if artifact is not None and source.steps else default_stem
             with self.ledger.stage(f"{self.recipe.engine} {stem}"):
                 lines = tune_in_engine(self.recipe, stem, artifact, max(self.prompts.values()))
             for line in lines:
@@ -425,6 +426,6 @@ class _Forge:
         write_forge_page(results, self.out / f"{name}.html")
         return results
 
-    def _end(self, name: str) -> dict[str, Any]:
+    def _finish(self, name: str) -> dict[str, Any]:
         log(f"forge: budget {duration(self.seconds)}, spent {duration(self.ledger.spent)}; see {self.out}/{name}.html")
         return self._write(name)

@@ -36,16 +36,13 @@ def check_engine(recipe: ForgeRecipe) -> None:
     shlex.split(recipe.engine_options)
     program = ENGINES[recipe.engine].command(recipe.target, None)[0]
     if shutil.which(program) is None:
-        raise ValueError(f"{program} is not on the PATH: install {recipe.engine}, or activate its environment")
+        raise ValueError(f"{program} is not on PATH: install {recipe.engine}, or activate its environment")
     if program == "python":
         look = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({recipe.engine!r}) is None)"
         if subprocess.run([program, "-c", look], check=False).returncode:
-            raise ValueError(f"the python on the PATH has no {recipe.engine}: install it, or activate its environment")
+            raise ValueError(f"python on PATH cannot import {recipe.engine}: install it, or activate its environment")
     if recipe.engine == "llama.cpp" and (recipe.llama_cpp is None or not is_gguf(recipe.target)):
-        raise ValueError(
-            f"llama.cpp serves a GGUF file, and its own converter writes drafters: the target is {recipe.target}, "
-            f"llama_cpp={recipe.llama_cpp or 'FOLDER'} should name a checkout"
-        )
+        raise ValueError(f"llama.cpp requires a GGUF target and `llama_cpp`, got {recipe.target}, {recipe.llama_cpp}")
     if recipe.llama_cpp is not None:
         find_converter(Path(recipe.llama_cpp))
 
@@ -69,7 +66,7 @@ def tune_in_engine(recipe: ForgeRecipe, name: str, artifact: Path | None, prompt
             return [refused]
         most = max_draft_tokens(export)
     elif ENGINES[engine].lookup is None:
-        return [f"{engine} has no prompt lookup that is known here"]
+        return [f"{engine} is not tuned: it has no supported prompt lookup"]
 
     def commands(tokens: int | None) -> list[list[str]]:
         lookup, plain = ENGINES[engine].lookup, ENGINES[engine].command(target, None)
@@ -88,7 +85,7 @@ def tune_in_engine(recipe: ForgeRecipe, name: str, artifact: Path | None, prompt
         results = run_tune_lengths(served, engine, commands, most, more, stem)
         for load in results["loads"]:
             lines[f"{engine}, {name}, {_describe(load, temperature)}"] = None
-            lines[f"to serve it: {results['commands'][str(load['best'])]}"] = None
+            lines[f"serve it with `{results['commands'][str(load['best'])]}`"] = None
     return list(lines)
 
 
@@ -104,7 +101,7 @@ def _export(recipe: ForgeRecipe, artifact: Path, imported: Path, export: Path) -
                 import_drafter(str(artifact), artifact, imported, target)
             artifact = imported
         if (form := form_for(recipe.engine, artifact)) is None:
-            return f"{recipe.engine} reads no drafters such as {artifact}"
+            return f"{recipe.engine} has no export format for {artifact}"
         checkout = Path(recipe.llama_cpp) if recipe.llama_cpp and recipe.engine == "llama.cpp" else None
         export_artifact(artifact, form, export, FORMATS, ExportOptions(target=target, llama_cpp=checkout))
     except ValueError as error:  # for example a given drafter with another tokenizer
@@ -113,7 +110,6 @@ def _export(recipe: ForgeRecipe, artifact: Path, imported: Path, export: Path) -
 
 
 def _free_urls(count: int) -> list[str]:
-    """Return URLs with unused ports on this machine."""
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for each in sockets:
@@ -124,8 +120,8 @@ def _free_urls(count: int) -> list[str]:
 def _describe(load: dict[str, Any], temperature: float) -> str:
     workload = Workload(load["concurrency"], temperature)
     if not load["best"]:
-        return f"{workload}: drafting does not pay"
+        return f"{workload}: autoregressive decoding is fastest"
     best = load["lengths"][load["best"] - 1]
     low, high = best["speedup_interval"] or (best["speedup"],) * 2
-    words = f"{workload}: {load['best']} draft tokens, {best['tokens_per_step']:.2f} tokens per step"
-    return f"{words}, {best['speedup']:.2f}x ({low:.2f}–{high:.2f})"
+    text = f"{workload}: {load['best']} draft tokens, {best['tokens_per_step']:.2f} tokens per step"
+    return f"{text}, {best['speedup']:.2f}x ({low:.2f}–{high:.2f})"

@@ -22,7 +22,7 @@ from ....checkpoints.storage.safe_read import load_json
 from ....data.conversations import write_conversations
 from ....data.rendering.templates import CHATML_JINJA
 from ....data.sources.documentation import documentation_conversations
-from ....data.sources.reading import drawn_name, has_few_ids, hashed_share, read_conversations
+from ....data.sources.reading import draw_key, has_few_ids, hash_share, read_conversations
 from ....data.tokenizers import train_bpe
 from ...assemble.teacher import prepare_teacher
 from ...schema.evaluation import QuickstartRecipe, RegenerateRecipe
@@ -50,13 +50,13 @@ def run_quickstart(recipe: QuickstartRecipe) -> dict[str, Any]:
     with sole_writer(out):
         if (out / "corpus").is_dir():
             check_folder(out / "quickstart.yaml", recipe, ("evaluate",))
-        given = resolved.target if isinstance(resolved.target, str) and not (out / "target").is_dir() else None
-        if given is not None:
-            find_target(given)  # fails before any stage runs
+        target = resolved.target if isinstance(resolved.target, str) and not (out / "target").is_dir() else None
+        if target is not None:
+            find_target(target)  # fails before any stage runs
         write_recipe(recipe, out / "quickstart.yaml")
         make_corpus(recipe, out / "corpus")
-        if given is not None:
-            make_target(given, out / "target")
+        if target is not None:
+            make_target(target, out / "target")
         if recipe.corpus.vocab_size is not None:
             make_tokenizer(recipe.corpus.vocab_size, out / "corpus", out / "tokenizer")
         for name in STAGES:
@@ -73,7 +73,7 @@ def run_quickstart(recipe: QuickstartRecipe) -> dict[str, Any]:
 
 def resolve(recipe: QuickstartRecipe) -> QuickstartRecipe:
     """Return the recipe with values for its stages: directory, seed, scaled numbers of steps and answers, precision."""
-    values = filled(recipe.model_dump(mode="json"), "{out}", recipe.out)
+    values = fill_placeholder(recipe.model_dump(mode="json"), "{out}", recipe.out)
     scale = recipe.minutes / recipe.reference_minutes
     trained = [values[name] for name in ("target", "eagle", "drafter", "distilled", "heads")]
     for train in (part["train"] for part in trained if isinstance(part, dict)):
@@ -97,13 +97,13 @@ def resolve(recipe: QuickstartRecipe) -> QuickstartRecipe:
     return resolved
 
 
-def filled(value: Any, mark: str, folder: str) -> Any:
+def fill_placeholder(value: Any, mark: str, folder: str) -> Any:
     """Replace a placeholder by a directory in all strings of a value."""
     if isinstance(value, str):
         return value.replace(mark, folder)
     if isinstance(value, dict):
-        return {key: filled(item, mark, folder) for key, item in value.items()}
-    return [filled(item, mark, folder) for item in value] if isinstance(value, list) else value
+        return {key: fill_placeholder(item, mark, folder) for key, item in value.items()}
+    return [fill_placeholder(item, mark, folder) for item in value] if isinstance(value, list) else value
 
 
 def run_stage(stage: Any) -> None:
@@ -125,9 +125,9 @@ def find_target(name: str) -> Path:
 
 def make_target(name: str, folder: Path) -> None:
     """Convert the target's GGUF file to a model directory, or link to its directory."""
-    found = find_target(name)
-    log(f"— target: {found} → {folder}")
-    import_gguf(found, folder, "float32") if is_gguf(found) else folder.symlink_to(found.resolve())
+    source = find_target(name)
+    log(f"— target: {source} → {folder}")
+    import_gguf(source, folder, "float32") if is_gguf(source) else folder.symlink_to(source.resolve())
 
 
 def make_corpus(recipe: QuickstartRecipe, folder: Path, *, min_heldout: int = 0) -> None:
@@ -153,21 +153,21 @@ def make_corpus(recipe: QuickstartRecipe, folder: Path, *, min_heldout: int = 0)
     for name in section.files:
         rows = list(read_conversations(name, questions=True))
         by_content = has_few_ids(rows)
-        draws = [hashed_share(f"held out {drawn_name(row, by_content=by_content)}") for row in rows]
+        draws = [hash_share(f"held out {draw_key(row, by_content=by_content)}") for row in rows]
         least = sorted(draws)[:min_heldout]
         for row, draw in zip(rows, draws, strict=True):
             (heldout if draw < section.heldout_share or draw in least else train).append(row)
         log(f"corpus: {len(rows):,} conversations of {name}")
     if section.files:
-        for side in (train, heldout):
-            random.Random(recipe.seed).shuffle(side)
+        for part in (train, heldout):
+            random.Random(recipe.seed).shuffle(part)
         report |= {"files": section.files, "conversations": len(train) + len(heldout), "heldout": len(heldout)}
     with atomic_dir(folder) as unfinished:
         write_conversations(train, unfinished / "train.jsonl")
         write_conversations(heldout, unfinished / "heldout.jsonl")
         (unfinished / "report.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     if report["skipped"]:
-        log(f"corpus: not installed and skipped: {', '.join(report['skipped'])}")
+        log(f"corpus: skipped packages that are not installed: {', '.join(report['skipped'])}")
     read = f", {report['bytes'] / 1e6:.1f} MB from {len(report['packages'])} packages" if report["bytes"] else ""
     log(f"corpus: {report['conversations']:,} conversations{read}; {report['heldout']} held out")
 
@@ -192,10 +192,8 @@ def check_folder(file: Path, recipe: QuickstartRecipe | ForgeRecipe, free: Colle
     """
     if not file.is_file():
         return
-    theirs: Any = parse_recipe(read_recipe(file), str(file), kinds=[recipe.kind])
+    stored: Any = parse_recipe(read_recipe(file), str(file), kinds=[recipe.kind])
     fields = type(recipe).model_fields.keys() - set(free)
-    if changed := sorted(name for name in fields if getattr(theirs, name) != getattr(recipe, name)):
-        raise ValueError(
-            f"{file.parent} holds a {recipe.kind} with other settings ({', '.join(changed)}): choose another folder "
-            "with --out, or delete that one"
-        )
+    if differing := sorted(name for name in fields if getattr(stored, name) != getattr(recipe, name)):
+        names = ", ".join(differing)
+        raise ValueError(f"{file.parent} has a {recipe.kind} with other settings ({names}): choose another --out")

@@ -134,7 +134,7 @@ def prepare_prompts(recipe: ForgeRecipe, base: QuickstartRecipe, out: Path) -> P
     """Write the target's directory and the prompts, and return the sizes of the prompts.
 
     Raises ValueError if there are too few prompts, if the directory belongs to another forge, or if the target's family
-    cannot decode here.
+    is not supported.
     """
     check_family(load_config(recipe.target))
     target, corpus = out / "target", out / "corpus"
@@ -149,18 +149,18 @@ def prepare_prompts(recipe: ForgeRecipe, base: QuickstartRecipe, out: Path) -> P
     make_corpus(base, corpus, min_heldout=MIN_BATCHES * max(recipe.batch))
     report, heldout = load_json(corpus / "report.json", "conversations"), corpus / "heldout.jsonl"
     answered, batch, most = report["conversations"] - report["heldout"], max(recipe.batch), recipe.max_prompt_tokens
-    tokenizer, asked = load_tokenizer(str(target)), base.evaluate
-    template = get_template(asked.template, tokenizer, asked.template_options)
-    found = load_prompts(str(heldout), template, tokenizer, report["heldout"], most)
-    if answered < MIN_ANSWERS or len(found) < MIN_BATCHES * batch:
+    tokenizer, evaluation = load_tokenizer(str(target)), base.evaluate
+    template = get_template(evaluation.template, tokenizer, evaluation.template_options)
+    prompts = load_prompts(str(heldout), template, tokenizer, report["heldout"], most)
+    if answered < MIN_ANSWERS or len(prompts) < MIN_BATCHES * batch:
         raise ValueError(
-            f"{answered} prompts, and {len(found)} of {report['heldout']} held-out prompts with at most {most} tokens: "
-            f"with `batch` {batch} at least {MIN_ANSWERS} and {MIN_BATCHES * batch} are needed; `heldout_share` is "
-            f"{recipe.heldout_share:g}"
+            f"a forge with `batch` {batch} requires at least {MIN_ANSWERS} prompts and {MIN_BATCHES * batch} held-out "
+            f"prompts of at most {most} tokens, got {answered} and {len(prompts)} (of {report['heldout']}); "
+            f"`heldout_share` is {recipe.heldout_share:g}"
         )
     if not (turned := corpus / REVERSED_HELDOUT).is_file():  # a new file would invalidate measurements
         atomic_text(turned, "".join(reversed(heldout.read_text().splitlines(keepends=True))))
-    return Prompts(answered, len(found), sum(len(ids) for _, ids in found) / len(found))
+    return Prompts(answered, len(prompts), sum(len(ids) for _, ids in prompts) / len(prompts))
 
 
 def measure_costs(base: QuickstartRecipe, out: Path, prompts: int) -> dict[str, Any]:
@@ -177,10 +177,10 @@ def measure_costs(base: QuickstartRecipe, out: Path, prompts: int) -> dict[str, 
     layers = model.config.num_hidden_layers
     shape = ModelShape(layers, count / layers, model.config.hidden_size, len(head))
     curve = measure_forwards(wrap_model(model), _CONTEXT)
-    found = {"shape": asdict(shape), "nodes": curve.nodes, "seconds": curve.seconds, "eagle": False}
+    costs = {"shape": asdict(shape), "nodes": curve.nodes, "seconds": curve.seconds, "eagle": False}
     with suppress(ValueError):  # EAGLE-3 does not support the target
         EagleHeads.for_target(model.config)
-        found["eagle"] = True
+        costs["eagle"] = True
     del model, head, inner  # the target is loaded again for the answers
     gc.collect()
     torch.cuda.empty_cache()
@@ -189,9 +189,9 @@ def measure_costs(base: QuickstartRecipe, out: Path, prompts: int) -> dict[str, 
     began = time.monotonic()
     run_regenerate(probe)
     seconds = time.monotonic() - began
-    found["seconds_per_answer"] = max(seconds - loading, seconds / 2) / answers
-    atomic_text(path, json.dumps(found, indent=1) + "\n")
-    return found
+    costs["seconds_per_answer"] = max(seconds - loading, seconds / 2) / answers
+    atomic_text(path, json.dumps(costs, indent=1) + "\n")
+    return costs
 
 
 def kind_of(drafter: Path) -> Kind:

@@ -18,7 +18,7 @@ from ....checkpoints.storage.atomic import check_writable
 from ....data.conversations import Prompt
 from ....data.prompts import load_questions
 from ....decode.evaluation.serving import Block, Reply, load_rows
-from ...report.page import report_beside, write_report
+from ...report.page import report_path, write_report
 from ...report.tables import BENCH_TERMINAL, method_table
 from ...schema.loading import find_recipe, parse_recipe, read_extended, write_recipe
 from ...schema.results import BENCH, write_results
@@ -34,16 +34,16 @@ _MIN_IDENTICAL = 0.5  # minimum share of identical greedy texts before a warning
 
 
 def bench_recipe(
-    name: str | None, overrides: Sequence[str] = (), *, concurrency: str | None = None, **given: str | None
+    name: str | None, overrides: Sequence[str] = (), *, concurrency: str | None = None, **options: str | None
 ) -> BenchRecipe:
     """Return the recipe of a file or name, or of the given values only; raise ValueError if a value is invalid."""
     if name is not None and "=" in name and not Path(name).is_file():
         overrides, name = [name, *overrides], None
     values = {"kind": BENCH} if name is None else read_extended(find_recipe(name))
-    changes = {key: value for key, value in given.items() if value is not None}
+    changes = {key: value for key, value in options.items() if value is not None}
     if concurrency is not None:
         overrides = [f"concurrency=[{concurrency}]", *overrides]
-    recipe = parse_recipe(values, name or "draftsmith bench", overrides, given=changes, kinds=(BENCH,))
+    recipe = parse_recipe(values, name or "draftsmith bench", overrides, options=changes, kinds=(BENCH,))
     assert isinstance(recipe, BenchRecipe)
     return recipe
 
@@ -69,7 +69,7 @@ def run_bench(recipe: BenchRecipe) -> dict[str, Any]:
     console().print(method_table(title, results["methods"], BENCH_TERMINAL).rich())
     for line in results["errors"]:
         log(f"bench: {line}")
-    report = write_report(report_beside(out), [out], [results])
+    report = write_report(report_path(out), [out], [results])
     console().print(f"results: {out}; report: {report}", soft_wrap=True)
     return results
 
@@ -103,10 +103,10 @@ async def _blocks(
     recipe: BenchRecipe, servers: Sequence[Server], concurrency: int, prompts: Sequence[Prompt], signals: Stoppable
 ) -> list[list[Block]]:
     """Return the blocks of each server under a load; the server that begins alternates."""
-    found: list[list[Block]] = [[] for _ in servers]
+    blocks: list[list[Block]] = [[] for _ in servers]
     for server in servers:
         await _send(recipe, server, prompts[: min(_WARM_UP, concurrency)], concurrency, lambda: None)
-    with signals.bar(f"asking, concurrency {concurrency}", "requests") as advance:
+    with signals.bar(f"requests at concurrency {concurrency}", "requests") as advance:
         done = itertools.count(1)
 
         def progress() -> None:
@@ -117,10 +117,10 @@ async def _blocks(
             for number in reversed(numbers) if part % 2 else numbers:
                 block = await _send(recipe, servers[number], own, concurrency, progress)
                 if all(reply.failure is not None for reply in block.replies):
-                    url, why = servers[number].url, block.replies[0].failure
-                    raise ValueError(f"{url} answered none of {len(block.replies)} prompts: {why}")
-                found[number].append(block)
-    return found
+                    url, reason = servers[number].url, block.replies[0].failure
+                    raise ValueError(f"{url} answered none of {len(block.replies)} prompts: {reason}")
+                blocks[number].append(block)
+    return blocks
 
 
 async def _send(
@@ -147,20 +147,17 @@ async def _send(
 
 def _warnings(models: Sequence[str | None], rows: Sequence[dict[str, Any]]) -> list[str]:
     """Return warnings about failed requests and differences between the servers."""
-    found = []
+    warnings = []
     if len(set(models)) > 1:
-        found.append(f"server and baseline name their models differently: {' and '.join(map(str, models))}")
+        warnings.append(f"server and baseline report different models: {' and '.join(map(str, models))}")
     for row in rows:
         label = row["label"]
         if row["failed"]:
-            why = "; ".join(row["failures"])
-            found.append(f"{label}: {row['failed']} of {row['requests']} requests failed: {why}")
+            reasons = "; ".join(row["failures"])
+            warnings.append(f"{label}: {row['failed']} of {row['requests']} requests failed: {reasons}")
         if row["method"] != "server" and row["drafted"]:
-            found.append(f"{label}: the baseline drafts too")
+            warnings.append(f"{label}: the baseline server also drafts")
         same = row["identical_to_greedy"]
         if same and same[0] < _MIN_IDENTICAL * same[1]:
-            found.append(
-                f"{label}: only {same[0]} of {same[1]} greedy texts equal the baseline's: another model, template, "
-                "number format or context length"
-            )
-    return found
+            warnings.append(f"{label}: only {same[0]} of {same[1]} greedy texts equal the baseline's: check the models")
+    return warnings

@@ -28,7 +28,7 @@ def check_client() -> Any:
     try:
         import openai
     except ImportError as error:
-        raise ValueError(f"asking a server needs openai: {install_hint('regenerate')}") from error
+        raise ValueError(f"requests to a server require openai: {install_hint('regenerate')}") from error
     return openai
 
 
@@ -40,14 +40,14 @@ def open_client(openai: Any, url: str, key: str, timeout: float, retries: int = 
             response = await super().send(request, stream=True, **settings)
             unlimited = response.aiter_bytes
 
-            async def limited(chunk_size: int | None = None) -> AsyncIterator[bytes]:
+            async def limit_size(chunk_size: int | None = None) -> AsyncIterator[bytes]:
                 size = 0
                 async for piece in unlimited(chunk_size):
                     if (size := size + len(piece)) > MAX_REPLY_BYTES:
                         raise OSError(f"the reply is larger than {MAX_REPLY_BYTES >> 20} MiB")
                     yield piece
 
-            response.aiter_bytes = limited
+            response.aiter_bytes = limit_size
             if not stream:
                 await response.aread()
             return response
@@ -70,9 +70,9 @@ class Server:
             try:
                 models = (await self._client.models.list()).data
             except self._openai.APIError as error:
-                raise ConnectionError(f"{self.url} does not list its models: {self._redacted(error)}") from None
+                raise ConnectionError(f"{self.url} does not list its models: {self._redact(error)}") from None
             if not models:
-                raise ValueError(f"{self.url} lists no model: set `model`, or `baseline_model` of the baseline")
+                raise ValueError(f"{self.url} lists no model: set `model`, or for the baseline `baseline_model`")
             self.model = models[0].id
         return self
 
@@ -87,13 +87,13 @@ class Server:
         except (TimeoutError, self._openai.APITimeoutError):
             return Reply(failure=f"no answer within {self._timeout:g} s")
         except (self._openai.APIError, _IncompleteError, OSError) as error:
-            return Reply(failure=self._redacted(error.__cause__ or error))
+            return Reply(failure=self._redact(error.__cause__ or error))
 
     async def _ask(self, messages: Sequence[dict[str, str]], settings: dict[str, Any]) -> Reply:
         start, first, last, texts = time.perf_counter(), None, 0.0, list[str]()
         finish, tokens, read, timings = None, None, None, dict[str, Any]()
-        asked = {"stream": True, "stream_options": {"include_usage": True}} | settings
-        stream = await self._client.chat.completions.create(model=self.model, messages=list(messages), **asked)
+        request = {"stream": True, "stream_options": {"include_usage": True}} | settings
+        stream = await self._client.chat.completions.create(model=self.model, messages=list(messages), **request)
         async for chunk in stream:
             now = time.perf_counter() - start
             for choice in chunk.choices:
@@ -109,15 +109,15 @@ class Server:
                 tokens, read = chunk.usage.completion_tokens, chunk.usage.prompt_tokens
             timings = (chunk.model_extra or {}).get("timings") or timings
         if finish is None:
-            raise _IncompleteError("the stream ended before the answer did")
+            raise _IncompleteError("the stream ended before the answer was complete")
         if tokens is None:
             raise _IncompleteError("the stream does not report the number of tokens (stream_options: include_usage)")
         drafts = timings.get("draft_n"), timings.get("draft_n_accepted")
         return Reply("".join(texts), tokens, first or 0.0, last, finish == "length", *drafts, read)
 
-    def _redacted(self, what: object) -> str:
+    def _redact(self, message: object) -> str:
         """Return a message on one line without the API key, which some servers repeat."""
-        text = str(what).replace(self._key, "…") if self._key else str(what)
+        text = str(message).replace(self._key, "…") if self._key else str(message)
         return redacted(" ".join(text.split()))[:300]
 
 
@@ -136,7 +136,7 @@ def read_counters(url: str, timeout: float = 10.0) -> dict[str, float]:
             text = page.read().decode(errors="replace")
     except (URLError, OSError, ValueError):
         return {}
-    found: dict[str, float] = {}
+    counters: dict[str, float] = {}
     for line in filter(None, map(_LINE.match, text.splitlines())):
         name, labels, value = line.groups()
         position = _POSITION.search(labels or "")
@@ -144,5 +144,5 @@ def read_counters(url: str, timeout: float = 10.0) -> dict[str, float]:
         if name == "accepted_tokens_per_pos" and position is not None:
             key = f"accepted {position.group(1)}"
         if key is not None:  # summed over the engines of the server
-            found[key] = found.get(key, 0.0) + float(value)
-    return found
+            counters[key] = counters.get(key, 0.0) + float(value)
+    return counters

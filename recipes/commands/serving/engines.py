@@ -36,7 +36,7 @@ HOST = "127.0.0.1"
 _STARTING = 1800  # seconds to read weights and capture graphs
 _ENDING = 30
 _LINES = 20  # lines of the log to show if an engine ends
-_SAY_EVERY = 30  # seconds
+_LOG_EVERY = 30  # seconds
 PORT = 8000
 
 
@@ -120,8 +120,8 @@ class Running(NamedTuple):
     def failure(self) -> str:
         """Message with the state of the engine and the end of its log."""
         code = self.process.poll()
-        state = "does not answer" if code is None else f"ended with code {code}"
-        return "\n".join((f"the engine {state}; the end of {self.log_file}:", *_tail(self.log_file, _LINES)))
+        state = "does not respond" if code is None else f"ended with code {code}"
+        return "\n".join((f"the engine {state}; last lines of {self.log_file}:", *_last_lines(self.log_file, _LINES)))
 
 
 def commands_of(
@@ -134,25 +134,25 @@ def commands_of(
     if engine not in ENGINES:
         raise ValueError(f"unknown engine {engine!r}.{did_you_mean(engine, ENGINES)} Known: {', '.join(ENGINES)}")
     if export is None:
-        raise ValueError(f"{engine} drafts with an export: give its folder")
+        raise ValueError(f"{engine} requires an export: pass its folder")
     chosen, manifest = ENGINES[engine], load_manifest(Path(export).expanduser())
     form = None if manifest.export is None else manifest.export["format"]
     if form not in chosen.forms:
-        what = "is no export" if form is None else f"is an export in the form {form}"
-        way = f"draftsmith export ARTIFACT --to {' or --to '.join(chosen.forms)}"
-        raise ValueError(f"{export} {what}, and {engine} reads {', '.join(chosen.forms)}: {way}")
+        problem = "is not an export" if form is None else f"is an export in the format {form}"
+        remedy = f"use `draftsmith export ARTIFACT --to {next(iter(chosen.forms))}`"
+        raise ValueError(f"{export} {problem}, but {engine} reads {', '.join(chosen.forms)}: {remedy}")
     named = target or (manifest.target or {}).get("id")
     if named is None:
-        raise ValueError(f"{export} does not name its target: say which it is with --target")
+        raise ValueError(f"{export} does not name its target: pass --target")
     if engine == "llama.cpp" and not named.endswith(".gguf"):
-        raise ValueError(f"llama.cpp serves a GGUF file, and the target is {named}: say with --target which file")
-    said = manifest.export.get("speculative_tokens") if manifest.export else None
-    drafted = tokens or said or manifest.shapes.get("num_heads") or SPECULATIVE_TOKENS
+        raise ValueError(f"llama.cpp requires a GGUF file as target, got {named}: pass the file with --target")
+    stored = manifest.export.get("speculative_tokens") if manifest.export else None
+    drafted = tokens or stored or manifest.shapes.get("num_heads") or SPECULATIVE_TOKENS
     config = load_config(str(export)) if form == "vllm-sglang" else None
     kinds = getattr(config, "layer_types", None)
     assert form is not None
     draft = Draft(form, str(export), drafted, len(set(kinds or ())) > 1, mask_token(config) is not None)
-    return [chosen.command(split_revision(named)[0], side) for side in (draft, None)]
+    return [chosen.command(split_revision(named)[0], each) for each in (draft, None)]
 
 
 @contextmanager
@@ -164,20 +164,20 @@ def running(
     Raises ConnectionError with the end of the log if the server ended, and ValueError if it cannot be started.
     """
     if shutil.which(command[0], path=process.get("env", os.environ).get("PATH")) is None:
-        raise ValueError(f"{command[0]} is not on the PATH: install it, or activate the environment that has it")
+        raise ValueError(f"{command[0]} is not on PATH: install it, or activate its environment")
     with socket.socket() as free:
         try:
             free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             free.bind((HOST, port or 0))
         except OSError:
-            raise ValueError(f"something listens at port {port} of {HOST} already: choose another --port") from None
+            raise ValueError(f"port {port} of {HOST} is in use: choose another --port") from None
         port = free.getsockname()[1]
-    with log_file.open("w") as opened:
+    with log_file.open("w") as log:
         server = subprocess.Popen(
             [*command, "--host", HOST, "--port", str(port)],
             stdin=subprocess.DEVNULL,
-            stdout=opened,
-            stderr=opened,
+            stdout=log,
+            stderr=log,
             start_new_session=True,
             preexec_fn=end_with_parent,
             **process,
@@ -187,20 +187,20 @@ def running(
         _wait(engine, signals)
         yield engine
     finally:
-        _end(server)
+        _stop_server(server)
 
 
 def _wait(engine: Running, signals: Stoppable | None) -> None:
-    began = said = time.monotonic()
+    began = logged = time.monotonic()
     while not _is_healthy(engine, 5):
         if signals is not None:
             signals.check()
         now = time.monotonic()
         if engine.process.poll() is not None or now > began + _STARTING:
             raise ConnectionError(engine.failure)
-        if signals is not None and now > said + _SAY_EVERY:
-            said = now
-            log(f"bench: starting for {duration(now - began)}: {''.join(_tail(engine.log_file, 1))}")
+        if signals is not None and now > logged + _LOG_EVERY:
+            logged = now
+            log(f"bench: starting for {duration(now - began)}: {''.join(_last_lines(engine.log_file, 1))}")
         time.sleep(0.2)
 
 
@@ -219,12 +219,11 @@ def _is_healthy(engine: Running, timeout: float) -> bool:
     return True
 
 
-def _tail(log_file: Path, lines: int) -> list[str]:
+def _last_lines(log_file: Path, lines: int) -> list[str]:
     return log_file.read_text(errors="replace").splitlines()[-lines:]
 
 
-def _end(server: subprocess.Popen[bytes]) -> None:
-    """End the engine and the processes that it started."""
+def _stop_server(server: subprocess.Popen[bytes]) -> None:
     for number in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(server.pid, number)
@@ -238,20 +237,20 @@ def _end(server: subprocess.Popen[bytes]) -> None:
 
 @contextmanager
 def started(
-    sides: Sequence[Sequence[str]], ports: Sequence[int], more: Sequence[str], stem: str, signals: Stoppable
+    commands: Sequence[Sequence[str]], ports: Sequence[int], more: Sequence[str], stem: str, signals: Stoppable
 ) -> Iterator[list[Running]]:
     """Start the engine of an export and, with a second command, of its baseline; yield them.
 
     They start one after the other, since each takes the free memory. The logs are `stem`.log and `stem`-baseline.log.
     """
-    with ExitStack() as held:
-        found = []
-        for side, port, name in zip(sides, ports, ("", "-baseline"), strict=False):
+    with ExitStack() as stack:
+        engines = []
+        for command, port, name in zip(commands, ports, ("", "-baseline"), strict=False):
             log_file = Path(f"{stem}{name}.log")
-            log(f"bench: starting {side[0]}; it writes to {log_file}")
-            found.append(held.enter_context(running([*side, *more], log_file, port, signals)))
-        _check(found)  # one engine can take the memory of the other
-        yield found
+            log(f"bench: starting {command[0]}; its log is {log_file}")
+            engines.append(stack.enter_context(running([*command, *more], log_file, port, signals)))
+        _check(engines)  # one engine can take the memory of the other
+        yield engines
 
 
 def serve_engine(command: Sequence[str], port: int, more: Sequence[str], stem: str) -> None:
@@ -266,18 +265,20 @@ def serve_engine(command: Sequence[str], port: int, more: Sequence[str], stem: s
             time.sleep(0.2)
 
 
-def engine_recipe(overrides: Sequence[str], given: Mapping[str, str | None], port: int = PORT) -> BenchRecipe:
+def engine_recipe(overrides: Sequence[str], options: Mapping[str, str | None], port: int = PORT) -> BenchRecipe:
     """Return the recipe for an engine with drafts and one without, at `port` and the next port by default."""
-    urls = {side: given.get(side) or f"http://{HOST}:{port + at}/v1" for at, side in enumerate(("server", "baseline"))}
-    return bench_recipe(None, overrides, **{**given, **urls})
+    urls = {
+        name: options.get(name) or f"http://{HOST}:{port + at}/v1" for at, name in enumerate(("server", "baseline"))
+    }
+    return bench_recipe(None, overrides, **{**options, **urls})
 
 
-def measure_engine(recipe: BenchRecipe, sides: Sequence[Sequence[str]], more: Sequence[str], stem: str) -> None:
+def measure_engine(recipe: BenchRecipe, commands: Sequence[Sequence[str]], more: Sequence[str], stem: str) -> None:
     """Start an engine with drafts and one without at the recipe's URLs, measure them, and end them."""
     assert recipe.baseline is not None
     ports = [_port(recipe.server), _port(recipe.baseline)]
     prompts_of(recipe)  # fails before an engine is started
-    with Stoppable("bench") as signals, started(sides, ports, more, stem, signals) as engines:
+    with Stoppable("bench") as signals, started(commands, ports, more, stem, signals) as engines:
         try:
             run_bench(recipe)
         except ConnectionError:
@@ -287,7 +288,7 @@ def measure_engine(recipe: BenchRecipe, sides: Sequence[Sequence[str]], more: Se
 
 def _port(url: str) -> int:
     """Return the port of a local URL; raise ValueError if the URL is of another machine or has no port."""
-    place = urlsplit(url)
-    if place.hostname not in (HOST, "localhost") or place.port is None:
-        raise ValueError(f"an engine is started on this machine only: {url} must be http://{HOST}:PORT/v1")
-    return place.port
+    address = urlsplit(url)
+    if address.hostname not in (HOST, "localhost") or address.port is None:
+        raise ValueError(f"engines are started on this machine only: expected http://{HOST}:PORT/v1, got {url}")
+    return address.port

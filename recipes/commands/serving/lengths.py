@@ -39,11 +39,11 @@ def run_tune_lengths(
             measure_engine(own, commands(tokens), more, f"{stem}-{tokens}")
         return [row for row in load_results(own.out, BENCH)["methods"] if row["method"] == "server"]
 
-    found, loads, chosen = tune_lengths(measure, most), [], {}
-    for rows in zip(*found.values(), strict=True):
-        kept = ("tokens_per_step", "speedup", "speedup_interval")
+    by_length, loads, chosen = tune_lengths(measure, most), [], {}
+    for rows in zip(*by_length.values(), strict=True):
+        metrics = ("tokens_per_step", "speedup", "speedup_interval")
         lengths = [
-            {"tokens": tokens} | {key: row[key] for key in kept} for tokens, row in zip(found, rows, strict=True)
+            {"tokens": tokens} | {key: row[key] for key in metrics} for tokens, row in zip(by_length, rows, strict=True)
         ]
         fastest = max(lengths, key=lambda each: each["speedup"] or 0)
         best = fastest["tokens"] if (fastest["speedup"] or 0) > 1 else 0

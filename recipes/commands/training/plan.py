@@ -35,8 +35,8 @@ from .train import make_run
 
 _SMALL_FILES = 32 << 10  # bytes of manifests, recipe and log
 _LESS_MEMORY = (
-    "a smaller `train.micro_batch`, `train.gradient_checkpointing=true`, `model.dtype=bfloat16`, a cache of the target "
-    "(`teacher.cache`, `hidden.cache`) and ZeRO (`draftsmith recipes copy accelerate/zero3 .`) need less"
+    "reduce `train.micro_batch`, or use `train.gradient_checkpointing=true`, `model.dtype=bfloat16`, a cache of the "
+    "target (`teacher.cache`, `hidden.cache`) or ZeRO (`draftsmith recipes copy accelerate/zero3 .`)"
 )
 
 
@@ -101,19 +101,22 @@ def plan_recipe(recipe: TrainingRecipe) -> Plan:
     Raises ValueError: the run does not fit into memory or onto the disk, or the recipe is for a table.
     """
     if not isinstance(recipe, DrafterRecipe | HeadsRecipe):
-        raise ValueError("--plan is for recipes of kind drafter or heads; a table is counted in one pass over the data")
+        raise ValueError("--plan requires a recipe of kind drafter or heads, got table")
     recipe = settle_precision(recipe)
     accelerator, out = make_accelerator(recipe.train.precision), Path(recipe.out)
     on_main(accelerator, partial(check_out, out, recipe))
     free = _least_free(accelerator)
-    small, shares = _with_less_evaluation(recipe)
+    small, shares = _reduce_evaluation(recipe)
     run = make_run(small, accelerator)
     config = fit_config(recipe, run.prepared, run.measured)
     size = size_of(recipe, run, accelerator)
     _check_memory(size.memory, free)
     checkpoint = size.checkpoint_bytes + _SMALL_FILES // 2
-    there = sum(path.stat().st_size for path in (state_folder(out) / "checkpoints").rglob("*") if path.is_file())
-    disk = {"checkpoints": max(0, _kept(config) * checkpoint - there), "artifact": run.artifact_bytes + _SMALL_FILES}
+    existing = sum(path.stat().st_size for path in (state_folder(out) / "checkpoints").rglob("*") if path.is_file())
+    disk = {
+        "checkpoints": max(0, _max_checkpoints(config) * checkpoint - existing),
+        "artifact": run.artifact_bytes + _SMALL_FILES,
+    }
     free_disk = shutil.disk_usage(next(path for path in out.absolute().parents if path.exists())).free
     _check_disk(out, disk, free_disk)
     probe = _probe(run, config, accelerator, shares)
@@ -131,7 +134,7 @@ def plan_recipe(recipe: TrainingRecipe) -> Plan:
         steps=config.steps,
         tokens=round(step_tokens * config.steps),
         epochs=config.steps * config.global_batch / data.blocks,
-        evaluations=len(_due(config.steps, config.evaluate_every)),
+        evaluations=len(_evaluation_steps(config.steps, config.evaluate_every)),
         probe=probe,
         prepared=run.prepared.folder,
     )
@@ -139,7 +142,7 @@ def plan_recipe(recipe: TrainingRecipe) -> Plan:
 
 def show(plan: Plan) -> None:
     """Print a plan as a table on standard output."""
-    columns = (Column("what", no_wrap=True), Column("how much", justify="right", no_wrap=True), "")
+    columns = (Column("what", no_wrap=True), Column("amount", justify="right", no_wrap=True), "")
     table = Table(*columns, box=None, title=f"plan: {plan.kind}", title_justify="left")
     for row in _rows(plan):
         table.add_row(*row)
@@ -148,38 +151,38 @@ def show(plan: Plan) -> None:
 
 def _rows(plan: Plan) -> Iterator[tuple[str, str, str]]:
     size, probe = plan.size, plan.probe
-    yield "parameters", f"{size.parameters:,}", f"{size.trained:,} of them trained"
+    yield "parameters", f"{size.parameters:,}", f"{size.trained:,} trainable"
     if size.target_parameters:
-        yield "target's parameters", f"{size.target_parameters:,}", "run, not trained"
-    yield "processes", str(plan.processes), f"{plan.parallelism}; memory below is that of each process"
+        yield "target parameters", f"{size.target_parameters:,}", "frozen"
+    yield "processes", str(plan.processes), f"{plan.parallelism}; memory is per process"
     for name, number in size.memory.items():
         yield f"  {name}", gigabytes(number), ""
-    measured = f"the process held {gigabytes(probe.peak_bytes)} at its peak (measured)"
+    measured = f"measured peak {gigabytes(probe.peak_bytes)}"
     yield "memory at least", gigabytes(plan.needed_bytes), f"{gigabytes(plan.free_bytes)} free; {measured}"
     for name, number in plan.disk.items():
         yield f"  {name}", gigabytes(number), ""
     yield "disk", gigabytes(sum(plan.disk.values())), f"{gigabytes(plan.free_disk)} free"
     yield "steps", f"{plan.steps:,}", f"{plan.tokens:,} tokens, {plan.epochs:.2f} epochs"
-    each = f"{probe.step_seconds:.3g} s a step, {plan.evaluations} evaluations of {probe.evaluation_seconds:.3g} s"
-    yield "time", duration(plan.seconds), f"{each}: extrapolated from one or two micro batches and a few prompts"
-    yield "prepared data", "", f"stays in {plan.prepared}"
+    each = f"{probe.step_seconds:.3g} s per step, {plan.evaluations} evaluations of {probe.evaluation_seconds:.3g} s"
+    yield "time", duration(plan.seconds), f"{each}, extrapolated from a few micro batches and prompts"
+    yield "prepared data", "", f"cached in {plan.prepared}"
 
 
 def _probe(run: Run, config: FitConfig, accelerator: Any, shares: int) -> Probe:
     """Train for two steps of at most two micro batches, and measure the second step."""
-    wanted = micro_steps(config.global_batch, config.micro_batch, accelerator.num_processes)
-    tried = min(2, wanted)
+    micro_batches = micro_steps(config.global_batch, config.micro_batch, accelerator.num_processes)
+    tried = min(2, micro_batches)
     size = config.micro_batch * accelerator.num_processes * tried
     small = replace(config, steps=2, global_batch=size, evaluate_every=0, save_every=0, log_every=1, keep_best=None)
     seconds, evaluate = [0.0], run.task.evaluate
 
-    def timed(module: nn.Module) -> dict[str, float]:
+    def timed_evaluate(module: nn.Module) -> dict[str, float]:
         started = time.perf_counter()
         metrics = evaluate(module)
         seconds.append(time.perf_counter() - started)
         return metrics
 
-    run.task.evaluate = timed  # type: ignore[method-assign]
+    run.task.evaluate = timed_evaluate  # type: ignore[method-assign]
     folder = Path(from_main(accelerator, mkdtemp))
     try:
         result = fit(run.task, run.prepared.train, small, folder, accelerator)
@@ -189,11 +192,11 @@ def _probe(run: Run, config: FitConfig, accelerator: Any, shares: int) -> Probe:
         shutil.rmtree(folder, ignore_errors=True)
     first, last = (line for line in lines if "loss" in line)
     tokens = last["tokens"] - first["tokens"]
-    step = tokens / last["tokens_per_second"] * wanted / tried
+    step = tokens / last["tokens_per_second"] * micro_batches / tried
     return Probe(step, seconds[-1] * shares, last["peak_memory_bytes"])
 
 
-def _due(steps: int, every: int) -> set[int]:
+def _evaluation_steps(steps: int, every: int) -> set[int]:
     """Return the steps after which a run evaluates: the last one, and multiples of `every`."""
     return {steps} | (set(range(0, steps + 1, every)) if every else set())
 
@@ -213,30 +216,30 @@ def _check_memory(parts: dict[str, int], free: int) -> None:
     """Raise ValueError if training needs more memory than is free."""
     if (needed := sum(parts.values())) > free:
         raise ValueError(
-            f"training needs at least {gigabytes(needed)} of memory in each process, and {gigabytes(free)} are free "
+            f"training requires at least {gigabytes(needed)} of memory per process, but {gigabytes(free)} are free "
             f"({', '.join(f'{name} {gigabytes(size)}' for name, size in parts.items())}): {_LESS_MEMORY}"
         )
 
 
-def _kept(config: FitConfig) -> int:
+def _max_checkpoints(config: FitConfig) -> int:
     """Return the maximum number of checkpoints on disk: those kept, one being written, and the best."""
-    saves = _due(config.steps, config.save_every) - {0}
+    saves = _evaluation_steps(config.steps, config.save_every) - {0}
     if config.keep_best is not None and config.evaluate_every:
-        saves |= _due(config.steps, config.evaluate_every)
+        saves |= _evaluation_steps(config.steps, config.evaluate_every)
     return min(len(saves), config.keep_checkpoints + 1 + (config.keep_best is not None))
 
 
 def _check_disk(out: Path, disk: dict[str, int], free: int) -> None:
     """Raise ValueError if a run writes more than there is space for."""
     if sum(disk.values()) > free:
-        shown = ", ".join(f"{name} {gigabytes(size)}" for name, size in disk.items())
+        parts = ", ".join(f"{name} {gigabytes(size)}" for name, size in disk.items())
         raise ValueError(
-            f"the run writes {gigabytes(sum(disk.values()))} below {out.parent} ({shown}), and {gigabytes(free)} are "
-            "free there: choose a folder on another disk, or a smaller `train.keep_checkpoints`"
+            f"the run writes {gigabytes(sum(disk.values()))} to {out.parent} ({parts}), but {gigabytes(free)} are "
+            "free: choose a folder on another disk, or reduce `train.keep_checkpoints`"
         )
 
 
-def _with_less_evaluation(recipe: Any) -> tuple[Any, int]:
+def _reduce_evaluation(recipe: Any) -> tuple[Any, int]:
     """Return the recipe with a part of its evaluation, and the number of such parts in the whole."""
     section = recipe.measure
     shares = max(1, section.prompts or section.blocks)
@@ -254,15 +257,15 @@ def size_of(recipe: DrafterRecipe | HeadsRecipe, run: Run, accelerator: Any) -> 
     stage, processes = zero_stage(accelerator), accelerator.num_processes
     if not stage:
         memory = {"weights": sum(p.nbytes for p in parameters), "gradients": trained_bytes}
-        memory["AdamW's two moments"] = 2 * trained_bytes
+        memory["AdamW moments"] = 2 * trained_bytes
         checkpoint = sum(p.nbytes for p in stored) + 2 * trained_bytes
     else:
         item = 4 if recipe.train.precision == "no" else 2
         memory = {
             "weights": count * item // (processes if stage == 3 else 1),
             "gradients": trained_count * item // (processes if stage >= 2 else 1),
-            "AdamW's two moments": 8 * trained_count // processes,
-            "weights in float32": 4 * trained_count // processes,
+            "AdamW moments": 8 * trained_count // processes,
+            "float32 weights": 4 * trained_count // processes,
         }
         checkpoint = 4 * _count(stored) + 8 * trained_count  # always float32
         zero = accelerator.deepspeed_plugin.deepspeed_config["zero_optimization"]

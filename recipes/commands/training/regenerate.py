@@ -40,7 +40,7 @@ from ..serving.client import check_client, open_client
 _RETRIES = 4
 _REACTION = 0.0005
 """Seconds to wait after answers for the next questions, so that no row of the batch idles."""
-_MOST_FAILURES_IN_A_ROW = 32
+_MAX_CONSECUTIVE_FAILURES = 32
 _STOPPED = ("stop", "eos_token", "stop_sequence")  # the last two are from TGI
 
 
@@ -58,26 +58,24 @@ def run_regenerate(recipe: RegenerateRecipe) -> RegenerationReport:
     check_writable(out)
     with Stoppable("regenerate") as stopping, Store(out, _settings(recipe)) as store:
         write_recipe(recipe, out.with_suffix(".recipe.yaml"))
-        left = _count(recipe, store, stopping)
+        remaining = _count(recipe, store, stopping)
         start, report = time.monotonic(), RegenerationReport()
-        if left and not stopping():
+        if remaining and not stopping():
             with bar("regenerating", "conversations") as advance:
-                report = asyncio.run(_answer_all(recipe, store, stopping, lambda done: advance(done, left)))
+                report = asyncio.run(_answer_all(recipe, store, stopping, lambda done: advance(done, remaining)))
         _log_report(report, store, time.monotonic() - start)
     stopping.check()
     return report
 
 
 def _log_report(report: RegenerationReport, store: Store, seconds: float) -> None:
-    rate = f", {report.answers / seconds:.1f} answers a second" if report.answers else ""
-    log(f"regenerate: wrote {report.written:,} conversations{rate}; {len(store):,} are in {store.path}")
+    rate = f", {report.answers / seconds:.1f} answers per second" if report.answers else ""
+    log(f"regenerate: wrote {report.written:,} conversations{rate}; {store.path} has {len(store):,}")
     if report.cut:
         reasons = ", ".join(f"{count} {reason}" for reason, count in report.cut.most_common())
-        log(f"regenerate: {sum(report.cut.values()):,} of them end early ({reasons})")
+        log(f"regenerate: {sum(report.cut.values()):,} of them are incomplete ({reasons})")
     if report.failed:
-        log(
-            f"error: {report.failed:,} conversations failed: see {store.errors_path}; the same command tries them again"
-        )
+        log(f"error: {report.failed:,} conversations failed: see {store.errors_path}; rerun the command to retry them")
 
 
 def _settings(recipe: RegenerateRecipe) -> dict[str, Any]:
@@ -92,7 +90,6 @@ def _settings(recipe: RegenerateRecipe) -> dict[str, Any]:
 
 
 def _temperature(recipe: RegenerateRecipe, question: Question) -> float:
-    """Return the temperature at which a question is answered."""
     return 1.0 if question.seed < recipe.sampled * SEEDS else recipe.temperature
 
 
@@ -104,16 +101,16 @@ def _read(recipe: RegenerateRecipe, report: CorpusReport | None = None) -> Itera
 
 def _count(recipe: RegenerateRecipe, store: Store, stopping: Callable[[], bool]) -> int:
     """Return and log the number of conversations that are not answered yet."""
-    report, left = CorpusReport(), 0
+    report, remaining = CorpusReport(), 0
     for key, _ in keyed(_read(recipe, report)):
-        left += key not in store
+        remaining += key not in store
         if stopping():
-            return left
+            return remaining
     if not report.kept:
-        raise ValueError(f"nothing to answer in {recipe.source}: {report.nothing_kept()}")
+        raise ValueError(f"no usable rows in {recipe.source}: {report.explain_empty()}")
     log(f"data: {report.summary()}" + (f". {advice}" if (advice := report.advice()) else ""))
-    log(f"regenerate: {left:,} conversations to answer, {report.kept - left:,} are answered already in {store.path}")
-    return left
+    log(f"regenerate: {remaining:,} conversations to answer; {store.path} already has {report.kept - remaining:,}")
+    return remaining
 
 
 async def _answer_all(
@@ -125,9 +122,9 @@ async def _answer_all(
         target = LocalTarget(recipe)
         return await regenerate(_read(recipe), store, target.answer, concurrency=recipe.batch, **options)
     spaced = recipe.template != OWN and get_template(recipe.template).middle.endswith(" ")
-    asked = _Server(recipe, recipe.server, spaced)
-    async with asked.client:
-        return await regenerate(_read(recipe), store, asked.answer, concurrency=recipe.server.concurrency, **options)
+    server = _Server(recipe, recipe.server, spaced)
+    async with server.client:
+        return await regenerate(_read(recipe), store, server.answer, concurrency=recipe.server.concurrency, **options)
 
 
 class LocalTarget:
@@ -147,7 +144,7 @@ class LocalTarget:
         positions = self._target.max_positions
         self._longest = positions - recipe.max_new_tokens + 1
         if self._longest < 1:
-            raise ValueError(f"max_new_tokens is {recipe.max_new_tokens}, and the target has {positions} positions")
+            raise ValueError(f"`max_new_tokens` must be at most {positions} (positions), got {recipe.max_new_tokens}")
         self._pool = None
         if not isinstance(self._target, Seq2SeqModel):
             self._pool = Pool(self._target, recipe.batch, self._limits, self._sampling)
@@ -159,12 +156,12 @@ class LocalTarget:
         prompt = self._prompt(question.turns)
         if len(prompt) > self._longest:
             new = self._limits.max_new_tokens
-            reason = f"the prompt has {len(prompt)} tokens; with {new} new ones, {self._longest} fit"
+            reason = f"the prompt has {len(prompt)} tokens, but at most {self._longest} fit with {new} new tokens"
             return Failure(reason, lasting=True)
         if self._pool is None:
-            return self._read(self._alone(prompt, question.seed, self._warped(question)))
+            return self._read(self._alone(prompt, question.seed, self._sampling_of(question)))
         answered = asyncio.get_running_loop().create_future()
-        self._asked[self._pool.add(prompt, question.seed, self._warped(question))] = answered
+        self._asked[self._pool.add(prompt, question.seed, self._sampling_of(question))] = answered
         if self._decoding is None or self._decoding.done():
             self._decoding = asyncio.create_task(self._decode(self._pool))
         await asyncio.wait({answered, self._decoding}, return_when=asyncio.FIRST_COMPLETED)
@@ -179,7 +176,7 @@ class LocalTarget:
                 self._asked.pop(ticket).set_result(ids)
             await asyncio.sleep(_REACTION if ended else 0)
 
-    def _warped(self, question: Question) -> Sampling:
+    def _sampling_of(self, question: Question) -> Sampling:
         return replace(self._sampling, temperature=_temperature(self._recipe, question))
 
     def _alone(self, prompt: list[int], seed: int, sampling: Sampling) -> list[int]:
@@ -217,7 +214,7 @@ class _Server:
             self._settings["extra_body"] = {"top_k": recipe.top_k}
         self._refusals = (openai.AuthenticationError, openai.PermissionDeniedError, openai.NotFoundError)
         self._has_answered = False
-        self._failures_in_a_row = 0
+        self._consecutive_failures = 0
 
     async def answer(self, question: Question) -> Answer | Failure | None:
         """Answer a question."""
@@ -226,50 +223,48 @@ class _Server:
         temperature = _temperature(self._recipe, question)
         own = {"temperature": temperature} | ({"seed": question.seed} if temperature > 0 else {})
         try:
-            asked = self.client.chat.completions.with_raw_response
+            client = self.client.chat.completions.with_raw_response
             async with asyncio.timeout(self._server.timeout):
-                reply = await asked.create(messages=messages, **self._settings, **own)
+                reply = await client.create(messages=messages, **self._settings, **own)
             outcome = self._read(reply.content)
         except (TimeoutError, openai.APITimeoutError):
             outcome = Failure(f"no answer within {self._server.timeout:g} s")
         except OSError as error:
-            outcome = Failure(self._in_one_line(error))
+            outcome = Failure(self._one_line(error))
         except openai.APIError as error:
-            cause = self._in_one_line(error.__cause__ or error)
+            cause = self._one_line(error.__cause__ or error)
             if type(error.__cause__).__name__ == "ConnectError":  # of httpx or its replacement
-                raise ConnectionError(f"{url} does not answer ({cause}); the same command resumes") from None
+                raise ConnectionError(f"{url} does not respond ({cause}); the same command resumes") from None
             if isinstance(error, self._refusals) and not self._has_answered:
                 raise ValueError(
-                    f"{url} refuses: {cause}; check `server.url`, which usually ends in /v1, `server.model` "
-                    f"({self._server.model}) and the environment variable {self._server.key_variable}"
+                    f"{url} rejected the request: {cause}; check `server.url`, which usually ends in /v1, "
+                    f"`server.model` ({self._server.model}) and the environment variable {self._server.key_variable}"
                 ) from None
             outcome = Failure(cause)
         self._has_answered = self._has_answered or isinstance(outcome, Answer)
-        self._failures_in_a_row = self._failures_in_a_row + 1 if isinstance(outcome, Failure) else 0
-        if isinstance(outcome, Failure) and self._failures_in_a_row >= _MOST_FAILURES_IN_A_ROW:
-            raise ConnectionError(
-                f"{url} failed at {self._failures_in_a_row} questions in a row, the last time with: {outcome.error}"
-            )
+        self._consecutive_failures = self._consecutive_failures + 1 if isinstance(outcome, Failure) else 0
+        if isinstance(outcome, Failure) and self._consecutive_failures >= _MAX_CONSECUTIVE_FAILURES:
+            raise ConnectionError(f"{url} failed on {self._consecutive_failures} questions in a row: {outcome.error}")
         return outcome
 
     def _read(self, reply: bytes) -> Answer | Failure:
         """Return the answer in a reply, or the reason why there is none."""
         try:
-            found = parse_json(reply.decode())
+            values = parse_json(reply.decode())
         except ValueError as error:
-            return Failure(f"the reply cannot be read: {self._in_one_line(error)}")
-        match found:
+            return Failure(f"the reply cannot be read: {self._one_line(error)}")
+        match values:
             case {"choices": [{"message": {"tool_calls": [_, *_]}}, *_]}:
-                return Failure("the answer calls tools, which `regenerate` does not offer")
+                return Failure("the answer calls tools, which `regenerate` does not support")
             case {"choices": [{"message": {"content": str() | None} as message, "finish_reason": str() as finish}, *_]}:
                 text = encodable(with_thought(message, message["content"] or ""))  # JSON may have unpaired surrogates
             case _:
-                return Failure(f"no answer in the reply: {self._in_one_line(found)}")
+                return Failure(f"no answer in the reply: {self._one_line(values)}")
         if finish != "length" and finish not in _STOPPED:
-            return Failure(f"the answer ended by {finish!r}")
+            return Failure(f"the answer has the finish reason {finish!r}, expected stop or length")
         return Answer(text.removeprefix(" ") if self._spaced else text, "length" if finish == "length" else "stop")
 
-    def _in_one_line(self, what: object) -> str:
+    def _one_line(self, message: object) -> str:
         """Return a message in one line of limited length, without the key, which some servers repeat."""
-        text = str(what).replace(self._key, "…") if self._key else str(what)
+        text = str(message).replace(self._key, "…") if self._key else str(message)
         return redacted(" ".join(text.split()))[:500]

@@ -14,19 +14,19 @@ from rich.text import Text
 from ..tables import Cell, Column, Table, number_cell
 
 _COLOURS = {"fault": "red", "weakness": "yellow", "works": "green", "works but": "yellow", "refused": "red"}
-_STAGES = {"record": "in training", "files": "from its files", "own": "target's answers", "decoding": "in decoding"}
+_STAGES = {"record": "training", "files": "saved artifact", "own": "on-policy", "decoding": "decoding"}
 
 
-def show_diagnosis(found: Mapping[str, Any], console: Console) -> None:
+def show_diagnosis(result: Mapping[str, Any], console: Console) -> None:
     """Print the measured stages, the findings and the verdicts of a pair."""
-    if "stages" in found:
-        _show_measured(found, console)
-    show_findings(found["findings"], console)
-    if found["verdicts"]:
-        table = _wide("verdicts", RichColumn(no_wrap=True), RichColumn("verdict", no_wrap=True), "reasons")
-        for name, verdict in found["verdicts"].items():
-            why = Text("".join(f"{reason}; " for reason in verdict["reasons"])).append(verdict["reader"], "dim")
-            table.add_row(name, Text(verdict["outcome"], _COLOURS[verdict["outcome"]]), why)
+    if "stages" in result:
+        _show_measured(result, console)
+    show_findings(result["findings"], console)
+    if result["verdicts"]:
+        table = _wide_table("verdicts", RichColumn(no_wrap=True), RichColumn("verdict", no_wrap=True), "reasons")
+        for name, verdict in result["verdicts"].items():
+            reasons = Text("".join(f"{reason}; " for reason in verdict["reasons"])).append(verdict["reader"], "dim")
+            table.add_row(name, Text(verdict["outcome"], _COLOURS[verdict["outcome"]]), reasons)
         console.print(table)
 
 
@@ -35,50 +35,50 @@ def show_findings(findings: Sequence[Mapping[str, Any]], console: Console) -> No
     if not findings:
         console.print("no findings\n")
         return
-    table = _wide("findings", RichColumn(no_wrap=True), "check", "what", "target", "drafter", "acceptance lost")
+    table = _wide_table("findings", RichColumn(no_wrap=True), "check", "what", "target", "drafter", "acceptance lost")
     for one in sorted(findings, key=lambda one: one["severity"]):
-        lost = "" if one["lost"] is None else f"{one['lost']:.3f}"
-        lost += f" ({_span(one['interval'])})" if one["interval"] is not None else ""
-        what = one["what"] + (f" To do: {one['advice']}." if one["advice"] else "")
+        loss = "" if one["lost"] is None else f"{one['lost']:.3f}"
+        loss += f" ({_span(one['interval'])})" if one["interval"] is not None else ""
+        problem = one["what"] + (f" Remedy: {one['advice']}." if one["advice"] else "")
         table.add_row(
-            Text(one["severity"], _COLOURS[one["severity"]]), one["check"], what, one["target"], one["drafter"], lost
+            Text(one["severity"], _COLOURS[one["severity"]]), one["check"], problem, one["target"], one["drafter"], loss
         )
     console.print(table)
 
 
-def _show_measured(found: Mapping[str, Any], console: Console) -> None:
-    at = f"temperature {found['temperature']:g}"
-    console.print(Text(f"\n{found['part']} {found['source']}, decoded with {found['method']} at {at}", "bold"))
-    lost, rows = {gap["after"]: gap for gap in found["gaps"]}, []
-    for stage in found["stages"]:
-        gap = lost.get(stage["key"], {})
+def _show_measured(result: Mapping[str, Any], console: Console) -> None:
+    at = f"temperature {result['temperature']:g}"
+    console.print(Text(f"\n{result['part']} {result['source']}, decoded with {result['method']} at {at}", "bold"))
+    gaps, rows = {gap["after"]: gap for gap in result["gaps"]}, []
+    for stage in result["stages"]:
+        gap = gaps.get(stage["key"], {})
         numbers = [number_cell(stage[name], 3) for name in ("value", "tokens_per_step")]
         change = [f"{gap['lost']:+.3f}" if gap else "", _span(gap.get("interval"))]
         rows.append([stage["description"], f"{stage['tokens'] or ''}", *numbers, *change])
     headings = ("stage", "tokens", "acceptance", "tokens per step", "lost", "99 % interval")
     console.print(_table("acceptance by stage", headings, rows))
-    for line in found["skipped"]:
+    for line in result["skipped"]:
         console.print(f"not measured: {line}", style="dim")
-    known = [stage for stage in found["stages"] if stage["by_depth"]]
+    known = [stage for stage in result["stages"] if stage["by_depth"]]
     if known:
         by_head = enumerate(zip_longest(*(stage["by_depth"] for stage in known)), 1)
         rows = [[head, *(number_cell(value, 3) for value in values)] for head, values in by_head]
         console.print(_table("top-1 accuracy by head", ("head", *(_STAGES[each["key"]] for each in known)), rows))
-    if found["readings"]:
+    if result["readings"]:
         rows = [
             [each["reading"], "; ".join(each["names"]), " ".join(f"{share:.3f}" for share in each["agreement_by_step"])]
-            for each in found["readings"]
+            for each in result["readings"]
         ]
         console.print(_table("agreement by inputs", ("inputs", "of", "by step"), rows))
 
 
 def _table(title: str, headings: Sequence[str], rows: Sequence[Sequence[Any]]) -> RichTable:
     cells = [[each if isinstance(each, Cell) else Cell(str(each)) for each in row] for row in rows]
-    columns = [Column(each, numeric=index > 0 and each != "of") for index, each in enumerate(headings)]
+    columns = [Column(each, numeric=index > 0 and each != "engines") for index, each in enumerate(headings)]
     return Table(title, columns, cells).rich()
 
 
-def _wide(title: str, *columns: RichColumn | str) -> RichTable:
+def _wide_table(title: str, *columns: RichColumn | str) -> RichTable:
     whole = [RichColumn(each, overflow="fold") if isinstance(each, str) else each for each in columns]
     return RichTable(*whole, box=None, title=title, title_justify="left")
 

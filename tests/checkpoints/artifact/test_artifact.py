@@ -142,11 +142,11 @@ REFUSED: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
     "over a file": (lambda tmp: save_plain(_thesis(tmp / "mine") / "thesis.txt"), ("thesis.txt",)),
     "an odd name": (lambda tmp: save_plain(tmp / "x", write=lambda f: (f / "a\\b").write_text("")), ("a\\b",)),
     "another vocabulary": (
-        lambda tmp: check_target(load_manifest(tmp / "t"), vocab_size=65, tokenizer_fingerprint=None, what="it"),
+        lambda tmp: check_target(load_manifest(tmp / "t"), vocab_size=65, tokenizer_fingerprint=None, name="it"),
         ("64", "65"),
     ),
     "another tokenizer": (
-        lambda tmp: check_target(load_manifest(tmp / "t"), vocab_size=64, tokenizer_fingerprint="ef" * 32, what="it"),
+        lambda tmp: check_target(load_manifest(tmp / "t"), vocab_size=64, tokenizer_fingerprint="ef" * 32, name="it"),
         ("ab" * 8, "ef" * 8),
     ),
 }

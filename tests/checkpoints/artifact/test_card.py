@@ -106,7 +106,7 @@ def test_each_kind_has_its_usage(kind: str, part: str) -> None:
 def test_an_export_links_its_serving_guide() -> None:
     export = {"format": "npz", "readers": "scipy", "native": False, "of": {}}
     card = model_card(make_manifest(kind="table", export=export), "me/x")
-    assert "in the form npz for scipy" in card
+    assert "in the format npz for scipy" in card
     assert "[SERVING.md](SERVING.md)" in card
     assert "custom_generate" not in card
     native = model_card(make_manifest(export=export | {"native": True}), "me/x")

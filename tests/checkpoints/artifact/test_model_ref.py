@@ -86,7 +86,7 @@ def test_an_artifact_has_the_hash_of_its_content(tmp_path: Path, make_llama: Mak
     save_artifact(folder, kind="drafter", write=make_llama(320).save_pretrained, command="again", **about)
     assert resolve_model(str(folder)) == first
     flip(folder / WEIGHTS)
-    with pytest.raises(ValueError, match=rf"{WEIGHTS} has the hash .*{first.files[WEIGHTS]}"):
+    with pytest.raises(ValueError, match=rf"{WEIGHTS} has SHA-256 .*{first.files[WEIGHTS]}"):
         resolve_model(str(folder))
 
 

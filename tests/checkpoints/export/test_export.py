@@ -99,7 +99,7 @@ ROWS: list[Row] = [
     ("drafter", {"also": other_model}, "vllm-sglang", {}, ("BloomForCausalLM",)),
     ("drafter", {}, "gguf", {}, ("--llama-cpp",)),
     ("drafter", {}, "gguf", {"llama_cpp": Path("/nowhere")}, ("/nowhere/convert_hf_to_gguf.py",)),
-    ("heads", {"states": "before-norm"}, "medusa", {}, ("before", "after-norm")),
+    ("heads", {"states": "before-norm"}, "medusa", {}, ("pre-norm", "after-norm")),
     ("heads", {"scale": 0.5}, "medusa", {}, ("0.5",)),
     ("heads", {"named": None, "projection": "target"}, "medusa", {}, ("--target",)),
     ("heads", {"projection": "target"}, "medusa", {"target": "./nowhere"}, ("./nowhere",)),
@@ -159,4 +159,4 @@ def test_an_adapter_without_its_model(make_adapter: Make, refused: Refused, tmp_
 
 def test_drafters_that_llama_cpp_refuses_are_refused(make_drafter: Make, refused: Refused, llama_cpp: Path) -> None:
     artifact = make_drafter(tokenizer="swapped")
-    assert "id 5 on, 7" in refused(artifact, "gguf", llama_cpp=llama_cpp)
+    assert "id 5 on, but id 7 differs" in refused(artifact, "gguf", llama_cpp=llama_cpp)

@@ -47,16 +47,16 @@ def test_tokens_outside_the_draft_vocabulary_are_never_proposed(
     assert not torch.isin(before, KEPT).all(), "or nothing had to be padded: two thirds are not kept"
     assert torch.isin(after, KEPT).all()
     assert torch.equal(logits_XR, same_XR)
-    assert f"one of the {len(KEPT)}" in found
+    assert f"in the draft vocabulary of {len(KEPT)} tokens" in found
     made, model = (AutoModelForCausalLM.from_pretrained(folder) for folder in (out, artifact))
     assert torch.equal(made.get_input_embeddings().weight, model.get_input_embeddings().weight)
     assert made.dtype == dtype
     text = (out / SERVING_FILE).read_text()
-    assert f"Of {VOCAB} tokens it proposes {len(KEPT)}." in text
+    assert f"The draft vocabulary has {len(KEPT)} of {VOCAB} tokens." in text
     if form == "transformers":
         assert torch.equal(kept_tokens(load_model(str(out))), KEPT)
     else:
-        assert "Leave SGLang's `--speculative-token-map` out" in text
+        assert "Do not use SGLang's `--speculative-token-map`" in text
         assert [path.name for path in out.glob("*.safetensors")] == ["model.safetensors"], "vLLM reads them all"
 
 
@@ -77,14 +77,14 @@ def test_an_adapter_is_merged(make_adapter: Make, export: Export) -> None:
 def test_gguf(make_drafter: Make, export: Export, llama_cpp: Path) -> None:
     artifact = make_drafter(proposed=KEPT, tie_word_embeddings=True)
     out, found = export(artifact, "gguf", llama_cpp=llama_cpp)
-    assert "all 21 tensors, bit by bit" in found, "20, and an output layer apart from the embeddings"
-    assert f"Of {VOCAB} tokens it proposes {len(KEPT)}." in (out / SERVING_FILE).read_text()
+    assert "all 21 tensors are identical" in found, "20, and an output layer apart from the embeddings"
+    assert f"The draft vocabulary has {len(KEPT)} of {VOCAB} tokens." in (out / SERVING_FILE).read_text()
 
 
 def test_gemma_is_refused(make_drafter: Make, refused: Callable[..., str], llama_cpp: Path) -> None:
     gemma = AutoModelForCausalLM.from_config(Gemma2Config(vocab_size=VOCAB, head_dim=4, num_hidden_layers=2, **SIZES))
     artifact = make_drafter(also=gemma.save_pretrained, proposed=KEPT)
-    assert "embedding is its output layer" in refused(artifact, "vllm-sglang")
+    assert "cannot have a draft vocabulary" in refused(artifact, "vllm-sglang")
     assert DRAFT_VOCABULARY in refused(artifact, "gguf", llama_cpp=llama_cpp)
 
 

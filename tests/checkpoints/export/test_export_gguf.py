@@ -28,18 +28,18 @@ def test_gguf_by_the_users_converter(
 ) -> None:
     artifact = make_drafter(dtype)
     out, found = export(artifact, "gguf", llama_cpp=llama_cpp)
-    assert "all 21 tensors, bit by bit" in found
-    assert f"tokens with those of {target}" in found
+    assert "all 21 tensors are identical" in found
+    assert f"all tokens equal those of {target}" in found
     assert {path.name for path in out.iterdir()} == {"artifact.json", "README.md", "SERVING.md", "model.gguf"}
     assert "--spec-draft-n-max 4" in (out / SERVING_FILE).read_text()
 
 
 def test_tied_weights_and_adapters(make_drafter: Make, make_adapter: Make, export: Export, llama_cpp: Path) -> None:
     out, found = export(make_drafter(tie_word_embeddings=True), "gguf", llama_cpp=llama_cpp)
-    assert "all 20 tensors, bit by bit" in found
+    assert "all 20 tensors are identical" in found
     assert "output.weight" not in {tensor.name for tensor in read_gguf(out / "model.gguf").tensors}
     out, found = export(make_adapter(), "gguf", llama_cpp=llama_cpp, speculative_tokens=7)
-    assert "all 21 tensors, bit by bit" in found
+    assert "all 21 tensors are identical" in found
     assert not [path for path in out.iterdir() if path.is_dir()]
     assert "--spec-draft-n-max 7" in (out / SERVING_FILE).read_text()
 
@@ -139,7 +139,7 @@ def test_an_unknown_pre_tokenizer_is_refused(
     change: Callable[[Tokenizer], None], make: Make, refused: Callable[..., str], llama_cpp: Path
 ) -> None:
     message = refused(make(our_bpe(change)), "gguf", llama_cpp=llama_cpp)
-    assert "GPT-2" in message
+    assert "does not support the tokenizer" in message
     assert "Traceback" not in message
 
 

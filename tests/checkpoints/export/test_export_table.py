@@ -114,4 +114,4 @@ def test_an_export_that_differs_from_its_table_is_refused(
         (folder / "successors.npy").write_bytes(content)
 
     monkeypatch.setitem(FORMATS, "vllm-bigrams", replace(good, write=write_damaged))
-    assert "most likely next tokens read back" in refused(make_table(random_table()), "vllm-bigrams")
+    assert "most probable next tokens" in refused(make_table(random_table()), "vllm-bigrams")

@@ -97,7 +97,7 @@ def test_pulling_an_earlier_commit(hub: Any, artifact: Path, make_artifact: Make
 
 def test_a_download_does_not_replace_files(hub: Any, artifact: Path, make_artifact: Make, tmp_path: Path) -> None:
     pushed(artifact)
-    with pytest.raises(ValueError, match="trained exists already"):
+    with pytest.raises(ValueError, match="trained already exists"):
         pull(REPO, make_artifact(tmp_path / "trained", seed=9))
     assert not set(LARGE) & set(hub.got), "nothing large was fetched for it"
 

@@ -122,10 +122,10 @@ def test_drafts_are_retokenised_as_by_the_target(text: str) -> None:
     for place in range(1, len(whole)):
         before = whole[:place]
         start = mine.decode(before)
-        own = translation.there(before)
+        own = translation.to_drafter(before)
         assert theirs.decode(own, skip_special_tokens=True) == start.rstrip("\ufffd")
         draft = theirs(text[len(start) :], add_special_tokens=False).input_ids
-        found = translation.back(before, own, draft)
+        found = translation.to_target(before, own, draft)
         if start.endswith("\ufffd"):
             assert not found
         else:

@@ -46,7 +46,7 @@ UNREADABLE: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
     "nothing there": (shutil.rmtree, ()),
     "an adapter of nothing": (as_adapter, ("adapter",)),
     "heads": (as_heads, ("heads",)),
-    "code of its own": (put("config.json", b'{"model_type": "mine", "auto_map": {"AutoConfig": "code.C"}}'), ()),
+    "custom code": (put("config.json", b'{"model_type": "mine", "auto_map": {"AutoConfig": "code.C"}}'), ()),
     "no JSON": (put("config.json", b"{"), ()),
     "no vocabulary": (put("config.json", b'{"model_type": "vit"}'), ("vit", "vocab_size")),
     "damaged weights": (put("model.safetensors", b"\xff" * 64), ("model.safetensors",)),
@@ -74,6 +74,6 @@ def test_repairs_that_are_refused(pair: Pair, tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=str(out)):
             repair(*sides, out, "")
     train_bpe(["quite other words than those before"] * 3, 280, ("<s>", "</s>")).save_pretrained(pair[1])
-    with pytest.raises(ValueError, match=r"tokens of .* are not the target's"):
+    with pytest.raises(ValueError, match=r"tokens of .* are missing from the target's"):
         repair(sides[0], open_side(str(pair[1]), load_tokenizer), tmp_path / "out", "")
     assert not (tmp_path / "out").exists()

@@ -9,24 +9,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from draftsmith.checkpoints.storage.places import check_place, out_of_reach
+from draftsmith.checkpoints.storage.places import check_location, out_of_reach
 from draftsmith.data.tokenizers import load_tokenizer
 from draftsmith.decode.models.loading import load_model
 
 
-@pytest.mark.parametrize("load", [check_place, load_model], ids=lambda load: load.__name__)
+@pytest.mark.parametrize("load", [check_location, load_model], ids=lambda load: load.__name__)
 def test_a_missing_path_is_not_looked_up_on_the_hub(
     load: Callable[[str], object], hub: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "runs" / "quickstart" / "target").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     for name in ("runs/nothing/target", "./runs/quickstart/targets/"):
-        with pytest.raises(ValueError, match=f"there is no folder {name}"):
+        with pytest.raises(ValueError, match=f"folder {name}"):
             load(name)
-    check_place("runs/quickstart/target")
+    check_location("runs/quickstart/target")
     assert hub.requests == []
     for plain in ("gpt2", "user/drafter"):  # which may be on the hub
-        check_place(plain)
+        check_location(plain)
 
 
 def test_an_unreachable_hub_is_queried_once(stand_in: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,7 +67,7 @@ def test_every_fault_is_reported(tmp_path: Path) -> None:
     wanted = [
         "lacks gone",
         "holds deep/extra",
-        "flipped has the hash",
+        "flipped has SHA-256",
         "longer has 18 bytes",
     ]
     manifest, faults = find_faults(out)
@@ -110,11 +110,11 @@ def test_missing_files_of_a_kind_are_reported(tmp_path: Path, kind: str, files: 
             (folder / name).write_text("")
 
     out = save_table(tmp_path / "t", kind=kind, write=write, target={"id": "a target"})
-    missed = [fault for fault in find_faults(out)[1] if "artifact needs" in fault]
-    assert missed == [f"{out} lacks {name}, which a {kind} artifact needs" for name in lacking]
+    missed = [fault for fault in find_faults(out)[1] if "artifact requires" in fault]
+    assert missed == [f"{out} lacks {name}, which a {kind} artifact requires" for name in lacking]
     export = {"format": "other", "native": False}
     save_table(out, kind=kind, write=write, export=export)
-    assert not any("artifact needs" in fault for fault in find_faults(out)[1])
+    assert not any("artifact requires" in fault for fault in find_faults(out)[1])
 
 
 def test_missing_shards_and_invalid_tensors_are_reported(tmp_path: Path) -> None:

@@ -257,7 +257,7 @@ def test_tools_calls_and_results_equal_serving(tools: list[Any] | None, system: 
 def test_templates_with_other_tool_calls_are_not_trained() -> None:
     turns = (Turn("user", "hello"), Turn("assistant", "the"))
     for chat_template, needle in (
-        (TEMPLATES["default-system"], "no tools"),
+        (TEMPLATES["default-system"], "not support tools"),
         (WITH_TOOLS.replace("tool_call>", "call>"), "<call>"),
     ):  # fmt: skip
         tokenizer = _tokenizer(chat_template)

@@ -113,7 +113,7 @@ def test_answers_of_weight_0_are_context(key: str, form: tuple[str, str], bpe: A
     row["messages"][3] |= {key: 1}
     report, rendering = CorpusReport(), RenderReport()
     (found,) = read_conversations(jsonl(tmp_path / "rows.jsonl", row), report=report)
-    assert report.changed == {"answers kept as context": 1, "key `name` of messages is not read": 1}
+    assert report.changed == {"answers kept as context": 1, "ignored key `name` of messages": 1}
     template = get_template("chatml")
     (document,) = Renderer(template, bpe, 99)([found], rendering)
     ((start, end),) = document.spans
@@ -130,7 +130,7 @@ def test_thoughts_are_supervised_before_their_answers(key: str, tmp_path: Path) 
     report = CorpusReport()
     (found,) = read_conversations(jsonl(tmp_path / "rows.jsonl", row), report=report)
     assert found.turns[1].text == "<think>\nAdd.\n</think>\n\n4."
-    assert report.changed == {"thoughts written as <think>": 1}
+    assert report.changed == {"reasoning converted to <think>": 1}
 
 
 def message(role: str, content: Any) -> dict[str, Any]:

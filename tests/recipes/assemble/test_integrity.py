@@ -77,7 +77,7 @@ def test_answers_of_two_targets_are_not_mixed(corpus: Path, target: Path, tmp_pa
     run_regenerate(RegenerateRecipe(**values, limit=2))
     before, now = flip_bits(target)
     written = out.read_bytes()
-    with pytest.raises(ValueError, match=rf"target's hash '{before}', but it is now '{now}'"):
+    with pytest.raises(ValueError, match=rf"target's hash '{before}', but the recipe has '{now}'"):
         run_regenerate(RegenerateRecipe(**values, limit=6))
     assert out.read_bytes() == written
 
@@ -113,7 +113,7 @@ def test_changed_prepared_tokens_are_refused(part: str, drafter_recipe: Path, tm
     folder = prepared.folder / part
     whole = file_hash(folder / "tokens.npy")
     path = damaged(folder, lambda ids: ids ^ 1)
-    with pytest.raises(ValueError, match=rf"{path} has the hash {file_hash(path)}, .* {whole}"):
+    with pytest.raises(ValueError, match=rf"{path} has SHA-256 {file_hash(path)}, .* {whole}"):
         run_train(recipe)
     assert not (tmp_path / "drafter.state").exists()
     damaged(folder, lambda ids: ids ^ 1)
@@ -149,5 +149,5 @@ def test_tokens_outside_the_vocabulary_are_refused(drafter_recipe: Path) -> None
     report = json.loads((folder.parent / "report.json").read_text())
     report["sha256"]["train/data.json"] = file_hash(folder / "data.json")
     (folder.parent / "report.json").write_text(json.dumps(report))
-    with pytest.raises(ValueError, match=rf"{path} has the token 320, .* 320, 0 to 319"):
+    with pytest.raises(ValueError, match=rf"{path} has the token 320, expected 0 to 319"):
         run_train(recipe)

@@ -86,7 +86,7 @@ def section(**fields: Any) -> ModelSection:
 def test_a_model_that_exceeds_the_memory_is_refused_before_it_is_built() -> None:
     """The model has 6.6 trillion parameters, of which none is allocated."""
     sizes = {"hidden_size": 65536, "intermediate_size": 262144, "num_hidden_layers": 96, "num_attention_heads": 512}
-    with pytest.raises(ValueError, match=r"[\d,]{17} parameters need .* are free"):
+    with pytest.raises(ValueError, match=r"[\d,]{17} parameters of .* are free"):
         build_model(section(config={"model_type": "llama", **sizes}), 0)
 
 
@@ -110,7 +110,7 @@ def test_files_that_exceed_the_memory_are_refused_before_they_are_read(
         if fits:
             assert load_model(str(tmp_path), dtype=dtype).num_parameters() == count
             continue
-        with pytest.raises(ValueError, match=f"{count:,} parameters need 4 bytes each, .* are free: .*bfloat16"):
+        with pytest.raises(ValueError, match=f"{count:,} parameters of 4 bytes require .* are free: .*bfloat16"):
             load_model(str(tmp_path), dtype=dtype)
 
 

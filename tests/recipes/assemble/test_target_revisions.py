@@ -15,7 +15,7 @@ from draftsmith.checkpoints.artifact.model_ref import resolve_model
 from draftsmith.checkpoints.storage.places import is_path, split_revision
 from draftsmith.data.tokenizers import load_tokenizer
 from draftsmith.decode.models.loading import load_model
-from draftsmith.recipes.assemble.evaluation import place_of
+from draftsmith.recipes.assemble.evaluation import locate_part
 from draftsmith.recipes.commands.cli import app
 from draftsmith.recipes.commands.evaluation.evaluate import run_evaluate
 from draftsmith.recipes.schema.evaluation import EvaluateRecipe
@@ -41,7 +41,7 @@ def target(tmp_path: Path, tiny_pair: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.chdir(tmp_path)
-    for known in (model_source, place_of):
+    for known in (model_source, locate_part):
         known.cache_clear()
     return tiny_pair / "target"
 
@@ -51,17 +51,17 @@ def test_names_with_a_revision(target: Path, tmp_path: Path) -> None:
     for plain in ("me/target", "me/a/b@c", "/me/target@v2", "./target@v2", "target@v2", "me\\target@v2"):
         assert split_revision(plain) == (plain, None)
         if is_path(plain):  # at which nothing stands
-            with pytest.raises(ValueError, match="there is no folder"):
+            with pytest.raises(ValueError, match="does not exist"):
                 model_source(plain)
     assert load_tokenizer(TARGET).get_vocab() == load_tokenizer(str(target)).get_vocab()
     with pytest.raises(ValueError, match="me/target@v9"):
         load_tokenizer("me/target@v9")
     shutil.copytree(target, tmp_path / "me" / "target")
-    with pytest.raises(ValueError, match="me/target@v2: me/target is a folder here"):
+    with pytest.raises(ValueError, match="me/target@v2: me/target is a local folder"):
         load_tokenizer(TARGET)
     (tmp_path / "me" / "target@v2").mkdir(parents=True)
     assert split_revision(TARGET) == (TARGET, None), "a folder that is here comes first"
-    with pytest.raises(ValueError, match="v 3' is no branch"):
+    with pytest.raises(ValueError, match="v 3' is not a valid branch"):
         split_revision("me/target@v 3")
 
 

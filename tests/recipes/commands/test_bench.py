@@ -209,7 +209,7 @@ def test_failed_requests_are_counted_but_not_averaged(
     [
         (Engine(1, says="no "), "texts equal the baseline's"),
         (Engine(1, "other"), "other"),
-        (Engine(2), "baseline drafts"),
+        (Engine(2), "baseline server also drafts"),
     ],
     ids=["other texts", "another model", "a baseline that drafts"],
 )
@@ -298,7 +298,7 @@ def test_the_command(tmp_path: Path, questions: list[str], cli: Any) -> None:
     assert "bench.json" in page
     assert "other.json" in page
     assert "Tokens per step" in page, "rows of the two are compared"
-    assert "give --baseline" in page
+    assert "pass --baseline" in page
 
 
 @pytest.mark.parametrize(

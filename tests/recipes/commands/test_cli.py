@@ -83,7 +83,7 @@ def test_stopped_run_is_resumed_exactly(
     code, errors = process.ended()
     assert code == (130 if how == signal.SIGINT else -signal.SIGKILL)
     assert "Traceback" not in errors
-    assert ("to go on: draftsmith train" in errors) == (how == signal.SIGINT)
+    assert ("to resume: draftsmith train" in errors) == (how == signal.SIGINT)
     assert not (tmp_path / "drafter").exists()
     said = run("train", str(drafter_recipe), *longer)
     assert "resumed after step" in said
@@ -102,7 +102,7 @@ def test_ctrl_c_before_the_first_checkpoint_names_the_command(launcher: Any, tmp
     process.send_signal(signal.SIGINT)
     code, errors = process.ended()
     assert (code, "Traceback" in errors) == (130, False), errors
-    assert "to go on: draftsmith quickstart --out here corpus.megabytes=400" in errors
+    assert "to resume: draftsmith quickstart --out here corpus.megabytes=400" in errors
 
 
 @pytest.fixture

@@ -87,9 +87,9 @@ def test_the_linter_shows_rows_and_fails_below_a_limit(run: Run, drafter_recipe:
     assert "<|im_end|>" in good.stdout, "rows are shown"
     low = run("prepare", str(drafter_recipe), "--lint", "data.min_trained_share=0.99")
     assert low.exit_code == 1
-    assert "the floor is 99 %" in low.stderr
+    assert "at least 99 %" in low.stderr
     refused = run("prepare", str(drafter_recipe), "data.min_trained_share=0.99")
-    assert "the floor is 99 %" in str(refused.exception)
+    assert "at least 99 %" in str(refused.exception)
 
 
 def test_a_mixture_reports_each_of_its_corpora(corpus: Path, tokenizer: Any, tmp_path: Path) -> None:
@@ -134,9 +134,9 @@ UNUSABLE: dict[str, tuple[list[Any], dict[str, Any], tuple[str, ...]]] = {
               ("1 unmapped role Visitor", "`clean:")),
     "neighbours": ([{"turns": ["b"], "messages": [{"role": "user", "content": "b"}] * 2
                      + [{"role": "assistant", "content": "c"}]}], {},
-                   ("1 roles do not alternate", "`clean: {non_alternating: merge}` joins")),
+                   ("1 roles do not alternate", "Merge adjacent messages")),
     "system": ([{"messages": [{"role": role, "content": role} for role in ("user", "assistant", "system") * 2]}],
-               {"non_alternating": "merge"}, ("1 system message after", "move or remove it")),
+               {"non_alternating": "merge"}, ("1 system message after", "or remove it")),
     "tools": ([{"messages": [{"role": "tool", "content": "b"}]}], {}, ("template: tokenizer",)),
     "blank": ([{"prompt": "b", "response": " "}], {}, ("1 no whole exchange", "columns")),
 }  # fmt: skip
@@ -196,7 +196,7 @@ def test_blank_ids_are_ignored(corpus: Path, tokenizer: Any, tmp_path: Path) -> 
 
 def test_equal_rows_and_data_without_training_rows_are_errors(corpus: Path, tokenizer: Any, tmp_path: Path) -> None:
     source = rows_of(tmp_path, ["a"] * 5, output="same")
-    for share, words in ((0.01, r"5 rows, which are all alike.*heldout_source"), (0.99, "all 5 .*lower it")):
+    for share, words in ((0.01, r"5 identical rows.*heldout_source"), (0.99, "all 5 .*decrease it")):
         with pytest.raises(ValueError, match=words):
             prepare_data(section(corpus, tmp_path, source=source, heldout_share=share), tokenizer)
 

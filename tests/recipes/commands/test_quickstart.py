@@ -92,7 +92,7 @@ def test_realpair_with_a_packaged_gguf(package: Path, tmp_path: Path, capsys: py
     assert run(out, *changes)["methods"] == json.loads(json.dumps(rows))
     assert stamps(out) == before
     said = capsys.readouterr().err
-    assert "results.json had finished already" in said
+    assert "results.json is finished" in said
     assert ": step " not in said
     assert said.count("reusing it") == 4
     with pytest.raises(ValueError, match="corpus"):

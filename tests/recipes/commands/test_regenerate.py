@@ -190,7 +190,7 @@ def test_the_same_command_resumes_after_stop_and_kill(
     assert sum(found[key] != wanted[key] for key in wanted) <= 2
     before = out.read_bytes()
     repeated = CliRunner().invoke(app, ["regenerate", str(tmp_path / "out.recipe.yaml")])
-    assert f"{report.failed} conversations to answer, {report.written} are answered already" in repeated.stderr
+    assert f"{report.failed} conversations to answer; {out} already has {report.written}" in repeated.stderr
     assert out.read_bytes() == before
 
 

@@ -59,7 +59,7 @@ def test_a_resolved_recipe_loads_to_itself(recipe: str, tmp_path: Path) -> None:
 
 def test_overrides_are_applied_after_given_values(recipe: str) -> None:
     given = {"target": "a: b, [c]", "train.steps": 3, "train.betas": [0.5, 0.6], "train.seed": 1}
-    found = load_recipe(recipe, ["train.seed=2", "train.betas.1=0.7"], given=given)
+    found = load_recipe(recipe, ["train.seed=2", "train.betas.1=0.7"], options=given)
     assert isinstance(found, DrafterRecipe)
     assert (found.target, found.train.steps, found.train.seed) == ("a: b, [c]", 3, 2)
     assert found.train.betas == (0.5, 0.7)

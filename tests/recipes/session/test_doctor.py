@@ -106,12 +106,12 @@ def test_a_changed_artifact_is_reported(tiny_pair: Path, tmp_path: Path, capsys:
     assert "holds tokenizer.json, tokenizer_config.json, which its artifact.json does not list" in finding["drafter"]
     assert {name for name, one in shown["verdicts"].items() if one["outcome"] == "refused"} == {"draftsmith"}
     assert check_pair(str(drafter), str(tiny_pair / "drafter"), as_json=True), "a target is taken as it is"
-    assert "the target differs from its artifact.json" in capsys.readouterr().out
+    assert "files of the target differ from its artifact.json" in capsys.readouterr().out
     with (drafter / "model.safetensors").open("r+b") as weights:
         weights.seek(-1, 2)
         weights.write(b"\x07")
     assert not check_pair(target, str(drafter), as_json=True)
-    assert "model.safetensors has the hash" in capsys.readouterr().out
+    assert "model.safetensors has SHA-256" in capsys.readouterr().out
     with pytest.raises(ValueError, match=r"model\.safetensors"):
         check_pair(target, str(drafter), fix=fixed)
     (drafter / "artifact.json").unlink()
@@ -160,7 +160,7 @@ def test_the_command_line(
     pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target, drafter = map(str, pair)
-    cases = ((target, "--json"), "options are for pairs"), ((target, drafter, "--fix", drafter), "exists already")
+    cases = ((target, "--json"), "options are for pairs"), ((target, drafter, "--fix", drafter), "already exists")
     for arguments, said in cases:
         monkeypatch.setattr("sys.argv", ["draftsmith", "doctor", *arguments])
         with pytest.raises(SystemExit) as ended:

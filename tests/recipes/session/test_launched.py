@@ -142,7 +142,7 @@ def test_a_killed_process_ends_the_others(launcher: Any, drafter_recipe: Path, t
     codes, said = ranks.ended()
     assert codes == [1, -signal.SIGKILL]
     ended, reason = said[0].splitlines()[-1].split(": ", 1)
-    assert ended == "process 0 ended, because another one of this launch has, or does not answer"
+    assert ended == "process 0 ended because another process of this launch ended or does not respond"
     assert "gloo/transport" in reason
     assert "Traceback" not in said[0]
 
@@ -201,5 +201,5 @@ def test_damaged_data_ends_all_processes(launcher: Any, drafter_recipe: Path, tm
     tokens.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     codes, said = Ranks(launcher, 2, "train", str(drafter_recipe), "train.micro_batch=1").ended()
     assert codes == [2, 1], said
-    assert f"error: {tokens} has the hash" in said[0]
-    assert "another one of this launch" in said[1]
+    assert f"error: {tokens} has SHA-256" in said[0]
+    assert "another process of this launch" in said[1]

@@ -14,7 +14,7 @@ import pytest
 import yaml
 from draftsmith.checkpoints.artifact.artifact import load_manifest
 from draftsmith.checkpoints.table.table import TABLE_FILE
-from draftsmith.recipes.assemble.table.count import counted_tokens
+from draftsmith.recipes.assemble.table.count import count_tokens
 from draftsmith.recipes.commands.training.train import run_train
 from draftsmith.recipes.schema.training import TableRecipe
 
@@ -77,7 +77,7 @@ class Launches:
     def counted(self) -> int:
         """Return the number of tokens on disk."""
         folder = Path(f"{self.out}.state/count")
-        return counted_tokens(folder) if folder.exists() else 0
+        return count_tokens(folder) if folder.exists() else 0
 
     def stop(self, processes: int, how: signal.Signals, who: slice = slice(None)) -> tuple[list[int], str]:
         """Start counting, and send a signal to processes (default: all) once more tokens are on disk."""
@@ -143,7 +143,7 @@ def test_a_stopped_count_saves_its_state(
     assert codes == [128 + how] * processes, said
     assert "Traceback" not in said
     assert not launches.out.exists()
-    assert "counted already" in launches.run(processes)
+    assert "counted tokens" in launches.run(processes)
     assert_same(launches.out, counted_once)
 
 
@@ -168,4 +168,4 @@ def test_processes_without_a_shared_file_system_are_refused(launcher: Any, count
         machine.mkdir()
     codes, said = ended(Launches(launcher, counted_once, "table").start(machines))
     assert codes == [2, 2]
-    assert "must lie on a file system that all processes share" in said[0]
+    assert "must be on a file system that all processes share" in said[0]

@@ -23,7 +23,7 @@ from draftsmith.data.rendering.render import render
 from draftsmith.data.rendering.templates import get_template
 from draftsmith.data.tokenizers import load_tokenizer
 from draftsmith.recipes.assemble.data import prepare_data, training_conversations
-from draftsmith.recipes.assemble.table.count import Share, claim, counted_tokens
+from draftsmith.recipes.assemble.table.count import Share, claim, count_tokens
 from draftsmith.recipes.commands.training.train import run_train
 from draftsmith.recipes.schema.data import DataSection, SourceSection
 from draftsmith.recipes.schema.loading import load_recipe, shipped_recipes
@@ -153,11 +153,11 @@ def test_counts_of_other_settings_are_refused(recipe: dict[str, Any], tmp_path: 
         hold(folder / "rank-0-of-2", 7)
         with pytest.raises(ValueError, match=f"process {os.getpid()} on .*{folder.parent}"):
             claim(folder, {}, stack)  # another run counts here
-    words = (f"{folder} holds counts of 7 tokens", "options.limit: None there, 3 here")
+    words = (f"{folder} contains counts of 7 tokens", "options.limit: None there, 3 here")
     with ExitStack() as stack, pytest.raises(ValueError, match=r"\S") as caught:
         claim(folder, {"pairs": "documents", "options": {"limit": 3}}, stack)
     assert all(part in str(caught.value) for part in words)
-    assert counted_tokens(folder) == 7, "the settings are set back: nothing was lost"
+    assert count_tokens(folder) == 7, "the settings are set back: nothing was lost"
     with PairCounter(V, folder / "rank-0-of-2"), ExitStack() as stack, pytest.raises(ValueError, match="rank-0-of-2"):
         claim(folder, {}, stack)  # a process that has outlived its run
     for theirs, mine, named in (("{", {}, folder / "identity.json"), ('{"limit": null}', {"other": 1}, folder)):

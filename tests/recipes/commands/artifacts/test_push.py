@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 from draftsmith.checkpoints.artifact.artifact import load_manifest, save_artifact, verify_artifact
-from draftsmith.recipes.commands.artifacts.publish import evidence_of, measured_of
+from draftsmith.recipes.commands.artifacts.publish import evidence_of, results_of
 from draftsmith.recipes.commands.cli import app
 from draftsmith.recipes.commands.evaluation.evaluate import run_evaluate
 from draftsmith.recipes.schema.evaluation import EvaluateRecipe
@@ -70,7 +70,7 @@ def test_a_dry_run_uploads_nothing(
     shown = capsys.readouterr()
     assert hub.repos == {}
     assert not {"create", "preupload", "commit"} & set(hub.requests)
-    assert "nothing was uploaded; the same command with --yes does it" in shown.err
+    assert "nothing was uploaded; add --yes to upload" in shown.err
     said = " ".join(shown.out.split())
     size = (tiny_pair / "drafter" / "model.safetensors").stat().st_size
     for part in (f"model.safetensors {size:,}", f"{hub.url}/{REPO} (private, new)"):
@@ -97,7 +97,7 @@ def test_push_and_import_round_trip(
     rows = json.loads(evaluated.read_text())["methods"]
     assert f"| {rows[1]['label']} | 0 | {rows[1]['tokens_per_step']:.2f}" in card
     assert [row["label"] in card for row in rows] == [True, True, False], "medusa is of the heads"
-    assert "smallest bias found" in card
+    assert "smallest bias detected" in card
     assert str(tiny_pair) not in card
     run("push", tiny_pair / "drafter", REPO, "--yes", "--results", evaluated)
     assert commit in "".join(capsys.readouterr().err.split()), "there is nothing to commit"
@@ -116,20 +116,20 @@ def test_the_card_of_heads_and_of_an_export(
     tiny_pair: Path, evaluated: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     manifest = load_manifest(tiny_pair / "heads")
-    rows = measured_of(tiny_pair / "heads", manifest, evaluated)["methods"]
+    rows = results_of(tiny_pair / "heads", manifest, evaluated)["methods"]
     assert [row["method"] for row in rows] == ["autoregressive", "medusa"]
     hashes = {name: entry["sha256"] for name, entry in manifest.files.items()}
     export = {"format": "x", "readers": "y", "native": False, "of": hashes}
-    assert measured_of(tmp_path, replace(manifest, export=export, files={}), evaluated)["methods"] == rows
+    assert results_of(tmp_path, replace(manifest, export=export, files={}), evaluated)["methods"] == rows
     for name in ("results.json", "certificate.json"):
         shutil.copy(evaluated.with_name(name), tmp_path / name)
     told = json.loads((tmp_path / "certificate.json").read_text())
     told["artifacts"]["drafter"]["sha256"] = "00"
     (tmp_path / "certificate.json").write_text(json.dumps(told))
     drafter = load_manifest(tiny_pair / "drafter")
-    assert measured_of(tiny_pair / "drafter", drafter, tmp_path / "results.json")["certificates"] == []
-    assert "is of other files than" in capsys.readouterr().err
-    assert len(measured_of(tiny_pair / "drafter", drafter, evaluated)["certificates"]) == 1
+    assert results_of(tiny_pair / "drafter", drafter, tmp_path / "results.json")["certificates"] == []
+    assert "certifies other files than" in capsys.readouterr().err
+    assert len(results_of(tiny_pair / "drafter", drafter, evaluated)["certificates"]) == 1
 
 
 def test_licences_data_sets_and_models_of_the_hub(hub: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -144,7 +144,7 @@ def test_licences_data_sets_and_models_of_the_hub(hub: Any, tmp_path: Path, caps
         "sharegpt-v3": "apache-2.0", "tatsu-lab/alpaca": "cc-by-nc-4.0", "vicuna-80": "apache-2.0",
     }  # fmt: skip
     assert known.base_model is None
-    assert "the hub has no model lmsys/vicuna-7b-v1.3" in capsys.readouterr().err
+    assert "the base model lmsys/vicuna-7b-v1.3, which is not on the hub" in capsys.readouterr().err
     hub.repo("lmsys/vicuna-7b-v1.3", {"config.json": b"{}"})
     assert evidence_of(folder, manifest).base_model == "lmsys/vicuna-7b-v1.3"
     run("push", folder, "somebody/heads", "--yes")

@@ -222,7 +222,7 @@ def test_the_command_needs_no_recipe_and_no_manifest(corpus: Path, tmp_path: Pat
     assert "acceptance by stage" in done.stdout
     part = json.loads((tmp_path / "found.json").read_text())
     assert [each["key"] for each in part["stages"]] == ["own", "decoding"]
-    assert "no manifest" in part["skipped"][0]
+    assert "not in a manifest" in part["skipped"][0]
 
 
 @pytest.mark.parametrize(

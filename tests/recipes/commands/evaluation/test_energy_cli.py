@@ -133,7 +133,7 @@ def test_an_evaluation_has_joules_where_something_counts_them(
     journal = out.with_name("results.json.state") / "runs.jsonl"
     with interrupted_when(lambda: journal.is_file() and '"joules of ' in journal.read_text()):
         run_evaluate(EvaluateRecipe(**recipe))
-    assert "(rapl); `energy: off` skips it" in capsys.readouterr().err
+    assert "(rapl); skip it with `energy: off`" in capsys.readouterr().err
     work = dict(map(json.loads, journal.read_text().splitlines()[1:]))
     (kept,) = [name for name in work if name.startswith("joules of ")]
     run_evaluate(EvaluateRecipe(**recipe))
@@ -148,6 +148,9 @@ def test_an_evaluation_has_joules_where_something_counts_them(
     assert "joules" not in capsys.readouterr().err
     (counter / "name").write_text("core\n")
     run_evaluate(EvaluateRecipe(**recipe))
-    assert "evaluate: no joules: the processor's energy counter (RAPL) is not there" in capsys.readouterr().err
+    assert (
+        "evaluate: energy is not measured: the processor's energy counter (RAPL) is not there"
+        in capsys.readouterr().err
+    )
     for row in load_results(out)["methods"]:
         assert row["joules_per_token"] is row["energy_source"] is row["energy"] is None

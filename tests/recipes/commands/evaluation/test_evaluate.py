@@ -24,7 +24,7 @@ from draftsmith.decode.warpers import Sampling
 from draftsmith.recipes.assemble.evaluation import open_case, open_recipe
 from draftsmith.recipes.commands.evaluation.evaluate import run_evaluate
 from draftsmith.recipes.commands.evaluation.recipe import evaluate_recipe
-from draftsmith.recipes.report.page import report_beside
+from draftsmith.recipes.report.page import report_path
 from draftsmith.recipes.schema.evaluation import EvaluateRecipe
 from draftsmith.recipes.schema.loading import load_recipe
 from draftsmith.recipes.schema.results import load_results
@@ -131,14 +131,14 @@ def test_later_turns_follow_recorded_or_generated_answers(
     assert not made.asks_every_turn()
     assert EvaluateRecipe(**values | {"prompts": "chatalpaca"}).asks_every_turn()
     case = open_case(made.model_copy(update={"turns": "all", "max_prompt_tokens": 80}), skipped := SkippedPrompts())
-    whole, other = [asked.id for asked in open_case(made).asked]
+    whole, other = [asked.id for asked in open_case(made).questions]
     assert [asked.id for asked in case.asked] == [whole, other, f"{whole}#2", f"{other}#2"]
     assert skipped.too_long == [f"{other}#3"]
     assert [turn.text for turn in case.asked[2].turns] == ["one?", "1", "two?"]
     own = case.texts(Sampling(0.0))[1]
     question, answer, later = case.asked[3].turns
     assert (question.text, later.text) == ("hello", "and then?")
-    assert answer.text == case.opened.tokenizer.decode(own, skip_special_tokens=True) != ""
+    assert answer.text == case.pair.tokenizer.decode(own, skip_special_tokens=True) != ""
 
 
 @pytest.fixture
@@ -194,7 +194,7 @@ def test_a_drafter_with_another_tokenizer_drafts_by_text(
     assert done.returncode == 0, done.stderr
     row = load_results(artifacts / "other.json")["methods"][1]
     assert (row["method"], row["identical_to_greedy"]) == ("speculative", [3, 3])
-    assert "evaluate: autoregressive, speculative; prompts in the template 'chatml'" in done.stderr
+    assert "evaluate: autoregressive, speculative; prompt template 'chatml'" in done.stderr
     assert "yes 3/3" in done.stdout
     refused = cli("evaluate", *given, *few, "--method", "bild", cwd=artifacts)
     assert refused.returncode == 2
@@ -222,7 +222,7 @@ def test_prompts_are_reproducible_and_skipped_ones_are_named(corpus: Path, tmp_p
     assert passed.as_dict() == {"counts": {"too long": 1, "no question": 1}, "too_long": ["row4"]}
     assert passed.summary() == "1 prompts (too long), 1 prompts (no question)"
     assert not SkippedPrompts()
-    for text, why in (("[]", "it is empty"), (json.dumps([rows[7]]), r"1 prompts \(no question\)")):
+    for text, why in (("[]", "the source is empty"), (json.dumps([rows[7]]), r"1 prompts \(no question\)")):
         (tmp_path / "none.json").write_text(text)
         with pytest.raises(ValueError, match=f"no prompt in .*none.json: {why}"):
             load_prompts(str(tmp_path / "none.json"), get_template("chatml"), tokenizer, 10, 100)
@@ -264,6 +264,6 @@ def test_too_long_prompts_are_named_before_decoding(
         run_evaluate(asked.model_copy(update={"max_new_tokens": 90}))
     results = run_evaluate(asked.model_copy(update={"max_prompt_tokens": most}))
     assert results["passed_over"] == {"counts": {"too long": 1}, "too_long": ["row2"]}
-    assert "left out: 1 too long" in " ".join(capfd.readouterr().out.split())
-    page = report_beside(Path(asked.out)).read_text(encoding="utf-8")
-    assert "left out: 1 too long" in " ".join(page.split())
+    assert "skipped: 1 too long" in " ".join(capfd.readouterr().out.split())
+    page = report_path(Path(asked.out)).read_text(encoding="utf-8")
+    assert "skipped: 1 too long" in " ".join(page.split())

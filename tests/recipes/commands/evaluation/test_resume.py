@@ -51,7 +51,7 @@ def test_a_killed_evaluation_resumes(recipe: Path, stop: Any, capsys: pytest.Cap
     evaluate(recipe)
     captured = capsys.readouterr()
     assert f"resuming; {len(lines) - 1} runs" in captured.err
-    assert f"{len(kept)} runs were timed by an earlier process" in captured.out
+    assert f"{len(kept)} runs are from an earlier" in captured.out
     results = load_results(out)
     assert results["resumed"] == len(kept)
     assert results["errors"] == []
@@ -80,7 +80,7 @@ def test_killed_tuning_resumes(recipe: Path, stop: Any, capsys: pytest.CaptureFi
     assert isinstance(loaded, EvaluateRecipe)
     results = run_tune(loaded)
     said = capsys.readouterr().err
-    assert "round-1.json had finished already" in said
+    assert "round-1.json is finished" in said
     assert f"resuming; {kept} runs" in said
     assert (folder / "round-1.json").stat().st_mtime_ns == first
     rows = load_results(folder / "round-2.json")["methods"][1:]
@@ -95,7 +95,7 @@ def test_ctrl_c_names_the_command_that_resumes(recipe: Path, stop: Any, command:
     typed = (command, str(recipe), "seed=3")
     code, said = stop(recipe.parent / f"{name}.jsonl", lines, signal.SIGINT, *typed)
     assert code == 128 + signal.SIGINT
-    assert f"to go on: draftsmith {' '.join(typed)}" in said
+    assert f"to resume: draftsmith {' '.join(typed)}" in said
     assert "Traceback" not in said
 
 
@@ -185,7 +185,7 @@ def test_a_damaged_line_is_refused(tmp_path: Path, line: int, damage: bytes) -> 
 
 def test_a_result_of_another_form_is_damaged_too(tmp_path: Path) -> None:
     written(tmp_path)
-    with opened(tmp_path) as journal, pytest.raises(ValueError, match="'number 1' has another form"):
+    with opened(tmp_path) as journal, pytest.raises(ValueError, match="'number 1' has an unexpected format"):
         journal.known("number 1", TypeAdapter(list[str]))
 
 

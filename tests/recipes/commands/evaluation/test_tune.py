@@ -65,7 +65,7 @@ def test_rounds_are_evaluations_and_the_last_settings_a_recipe(
     assert 1 <= len(lossy) <= 3
     assert all(each.perplexity is not None for each in lossy)
     said = " ".join(capsys.readouterr().out.split())
-    assert "not tuned: beam: none of its settings is searched" in said
+    assert "not tuned: beam: it has no settings to tune" in said
     best = next(each for each in found if each.is_lossless)
     assert f"{best.label}: {best.speedup:.2f}x" in said
     chosen = loaded(folder / "recipe.yaml")
@@ -79,7 +79,7 @@ def test_methods_that_cannot_be_tuned_are_named_with_the_reason(recipe: Path) ->
     plain = "{method: autoregressive}, {method: autoregressive, temperature: 0.7}"
     _, left_out = rows_to_tune(loaded(recipe, f"methods=[{plain}, {{method: mjgd}}, {{method: suffix}}, "
                                               "{method: speculative, temperature: 0.7}]"))  # fmt: skip
-    assert "none of its settings" in left_out["mjgd"]
+    assert "it has no settings" in left_out["mjgd"]
     assert "temperature=0.7" in left_out["speculative T=0.7"]
     with pytest.raises(ValueError, match=r"beam.*speculative"):
         run_tune(loaded(recipe, "methods=[{method: autoregressive}, {method: beam}]"))

@@ -102,11 +102,11 @@ def told(command: list[str], out: Path) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("costs", "hours", "said"),
     [
-        ({"answer": 60.0}, "0.01", "nothing is trained: the budget pays for 0 answers"),
+        ({"answer": 60.0}, "0.01", "no training: the budget allows 0 answers"),
         pytest.param(
             {"seconds": (0.002, 0.128)},
             "0.01",
-            "nothing is trained: no candidate could be faster",
+            "no training: no candidate could be faster",
             marks=pytest.mark.slow,
         ),
     ],
@@ -310,9 +310,9 @@ def test_the_prompt_lookup_of_an_engine_is_tuned(in_vllm: Callable[..., list[str
 @pytest.mark.parametrize(
     ("words", "wrong"),
     [
-        (("--engine", "vllm"), "vllm is not on the PATH"),
+        (("--engine", "vllm"), "vllm is not on PATH"),
         (("--engine", "vlm"), "vlm"),
-        (("--engine", "llama.cpp", "llama_cpp=here"), "llama-server is not on the PATH"),
+        (("--engine", "llama.cpp", "llama_cpp=here"), "llama-server is not on PATH"),
     ],
 )
 def test_a_missing_engine_is_reported_first(

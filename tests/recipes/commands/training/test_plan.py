@@ -138,7 +138,7 @@ def test_planning_writes_prepared_data_only(drafter_recipe: Path, tmp_path: Path
     weights = (source / "model.safetensors").read_bytes()
     planning.show(plan_recipe(load_training(str(drafter_recipe), overrides)))
     shown = capsys.readouterr().out
-    for words in ("memory at least", "AdamW's two moments", "target", "artifact", "steps", "s a step", "extrapolated"):
+    for words in ("memory at least", "AdamW moments", "target", "artifact", "steps", "s per step", "extrapolated"):
         assert words in shown
     new = set(tmp_path.rglob("*")) - before
     assert {path.relative_to(tmp_path).parts[0] for path in new} == {"prepared"}
