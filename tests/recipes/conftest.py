@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -191,24 +189,13 @@ def logged() -> Callable[..., list[Any]]:
     return read
 
 
-def environment(**extra: str) -> dict[str, str]:
-    """Return the environment of child processes: no GPU, one thread, no hub."""
-    return os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | extra
-
-
-def draftsmith(*arguments: str, timeout: float = 240, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "draftsmith", *arguments]
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=timeout, env=environment(), cwd=cwd, check=False
-    )
-
-
 @pytest.fixture
-def cli() -> object:
-    return draftsmith
+def cli(launcher: Any) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Return a function that runs the command line to its end."""
+    return lambda *arguments, cwd=None: launcher.start(*arguments, cwd=cwd).completed()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def launcher(load_script: Callable[[Path], Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """Start processes without importing everything again."""
     script = load_script(Path(__file__).with_name("forked_cli.py"))

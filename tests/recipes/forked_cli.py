@@ -19,13 +19,16 @@ from pathlib import Path
 from typing import Any
 
 PATIENCE = 240.0
+ENVIRONMENT = {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 
 class Forked:
-    def __init__(self, launcher: Launcher, arguments: Sequence[str], said: Path, **settings: Any) -> None:
-        self._launcher, self._said = launcher, said
+    """A process of the command line."""
+
+    def __init__(self, launcher: Launcher, arguments: Sequence[str], output: Path, **settings: Any) -> None:
+        self._launcher, self._output, self._errors = launcher, output, output.with_suffix(".err")
         self._code: int | None = None
-        asked = {"arguments": list(arguments), "said": str(said)} | settings
+        asked = {"arguments": list(arguments), "output": str(output), "errors": str(self._errors)} | settings
         self.pid: int = launcher.ask(asked)
 
     def poll(self) -> int | None:
@@ -38,15 +41,25 @@ class Forked:
         if self.poll() is None:
             os.kill(self.pid, number)
 
+    @property
+    def errors(self) -> str:
+        """Text on standard error until now."""
+        return self._errors.read_text() if self._errors.exists() else ""
+
     def ended(self) -> tuple[int, str]:
-        """Wait for the end and return exit code and standard error."""
+        """Wait for the end; return the exit code and the text on standard error."""
         deadline = time.monotonic() + PATIENCE
         while (code := self.poll()) is None:
             if time.monotonic() >= deadline:
                 os.kill(self.pid, signal.SIGKILL)
-                raise TimeoutError(f"after {PATIENCE:.0f} s it still runs, and said {self._said.read_text()}")
+                raise TimeoutError(f"still running after {PATIENCE:.0f} s: {self.errors}")
             time.sleep(0.005)
-        return code, self._said.read_text()
+        return code, self.errors
+
+    def completed(self) -> subprocess.CompletedProcess[str]:
+        """Wait for the end; return the exit code and both outputs."""
+        code, errors = self.ended()
+        return subprocess.CompletedProcess([], code, self._output.read_text(), errors)
 
 
 class Launcher:
@@ -54,16 +67,16 @@ class Launcher:
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._number = folder, 0
-        environment = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        environment = os.environ | ENVIRONMENT
         self._process = subprocess.Popen(
             [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
         )
 
     def start(self, *arguments: str, cwd: Path | None = None, **environment: str) -> Forked:
-        """Start `draftsmith ARGUMENTS` in a folder (default: that of this process) with more variables."""
+        """Start `draftsmith ARGUMENTS` in a folder and an environment, by default those of this process."""
         self._number += 1
-        settings = {"cwd": str(cwd or Path.cwd()), "environment": environment}
-        return Forked(self, arguments, self._folder / f"said-{self._number}", **settings)
+        settings = {"cwd": str(cwd or Path.cwd()), "environment": os.environ | ENVIRONMENT | environment}
+        return Forked(self, arguments, self._folder / f"output-{self._number}", **settings)
 
     def run(self, *arguments: str) -> tuple[int, str]:
         """Run a command to its end and return exit code and standard error."""
@@ -83,12 +96,13 @@ class Launcher:
         self._process.wait(timeout=30)
 
 
-def become(arguments: Sequence[str], said: str, cwd: str, environment: dict[str, str]) -> None:
-    """Turn this process into one of the command line."""
-    for name, number, mode in ((os.devnull, 0, os.O_RDONLY), (os.devnull, 1, os.O_WRONLY)):
-        os.dup2(os.open(name, mode), number)
-    os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644), 2)
+def become(arguments: Sequence[str], output: str, errors: str, cwd: str, environment: dict[str, str]) -> None:
+    """Make this process one of the command line."""
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    for name, number in ((output, 1), (errors, 2)):
+        os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644), number)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where tests run in the background of a shell
+    os.environ.clear()
     os.environ.update(environment)
     os.chdir(cwd)
     sys.argv = ["draftsmith", *arguments]

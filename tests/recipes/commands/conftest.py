@@ -65,8 +65,8 @@ def stop(launcher: Any) -> Callable[..., tuple[int, str]]:
 VLLM = f"""#!{sys.executable}
 import http.server, json, os, subprocess, sys, threading
 from collections import Counter
-sys.path.insert(0, {str(Path(__file__).parent)!r})
-from test_bench import Engine, Handler
+sys.path.insert(0, {str(Path(__file__).parents[2])!r})
+from helpers.server import Engine, Handler
 given = dict(zip(sys.argv, sys.argv[1:]))
 drafts = "--speculative-config" in given
 if given.get("--dies") == ("with drafts" if drafts else "without"):
@@ -95,7 +95,7 @@ engine.name, engine.says, engine.metrics = given["serve"], "", "--speculative-co
 engine.faults, engine.asked, engine.counted, engine.guard = {{}}, [], Counter(), threading.Lock()
 engine.serve_forever()
 """
-"""Answers as `test_bench.Engine` does, three tokens a step if it is told of drafts, and has a process of its own."""
+"""Stand-in for vLLM that answers as `helpers.server.Engine` does, three tokens per step if it drafts."""
 
 
 @pytest.fixture

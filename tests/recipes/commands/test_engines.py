@@ -6,8 +6,7 @@ import json
 import re
 import signal
 import socket
-import subprocess
-import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -61,22 +60,17 @@ def alive(log: Path) -> bool:
     [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)],
     ids=["Ctrl-C", "kill"],
 )
-def test_an_engine_is_stopped_by_a_signal(number: int, export: Path, tmp_path: Path) -> None:
+def test_an_engine_is_stopped_by_a_signal(number: int, export: Path, launcher: Any, tmp_path: Path) -> None:
     port = free_ports()
     command = ["bench", str(export), "--engine", "vllm", "--serve", "--port", str(port)]
-    child = subprocess.Popen(
-        [sys.executable, "-m", "draftsmith", *command], cwd=tmp_path, stderr=subprocess.PIPE, text=True
-    )
-    assert child.stderr is not None
-    said = ""
-    while f"serving at http://127.0.0.1:{port}/v1" not in said:
-        line = child.stderr.readline()
-        assert line, said
-        said += line
+    child = launcher.start(*command, cwd=tmp_path)
+    while f"serving at http://127.0.0.1:{port}/v1" not in child.errors:
+        assert child.poll() is None, child.errors
+        time.sleep(0.01)
     log = tmp_path / "serve-vllm.log"
     assert alive(log)
     child.send_signal(number)
-    assert child.wait(60) == 128 + number
+    assert child.ended()[0] == 128 + number
     assert not alive(log)
     with socket.socket() as again:
         assert again.connect_ex(("127.0.0.1", port))

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import random
 import shutil
-import subprocess
-import sys
+import signal
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -26,6 +24,8 @@ from draftsmith.recipes.schema.forge import ForgeRecipe
 from draftsmith.recipes.schema.loading import load_recipe
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
+Run = Callable[..., Any]
+
 
 @pytest.fixture
 def forged(tiny_pair: Path, corpus: Path, tmp_path: Path) -> Callable[..., list[str]]:
@@ -33,7 +33,7 @@ def forged(tiny_pair: Path, corpus: Path, tmp_path: Path) -> Callable[..., list[
 
     def command(out: Path, *more: str, hours: str = "0.01") -> list[str]:
         words = ["forge", str(tiny_pair / "target"), "--prompts", str(corpus / "rows.json"), "--out", str(out)]
-        return [sys.executable, "-m", "draftsmith", *words, "--hours", hours, "template=chatml", *more]
+        return [*words, "--hours", hours, "template=chatml", *more]
 
     return command
 
@@ -47,21 +47,22 @@ def forged(tiny_pair: Path, corpus: Path, tmp_path: Path) -> Callable[..., list[
     ids=len,
 )
 def test_a_killed_forge_decides_the_same(
-    forged: Callable[..., list[str]], tmp_path: Path, kills: tuple[str, ...]
+    forged: Run, cli: Run, launcher: Any, tmp_path: Path, kills: tuple[str, ...]
 ) -> None:
     """Kill the forge as soon as each of these files exists. Measured speeds are stored, so decisions are the same."""
     out = tmp_path / "forge"
     for ready in kills:
-        with subprocess.Popen(forged(out), stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL) as process:
-            until = time.monotonic() + 120
-            while not (out / ready).exists() and process.poll() is None and time.monotonic() < until:
-                time.sleep(0.02)
-            assert process.poll() is None, f"{ready} was to be met"
-            process.kill()
-    done = subprocess.run(forged(out), capture_output=True, text=True, check=False)
+        process = launcher.start(*forged(out))
+        until = time.monotonic() + 120
+        while not (out / ready).exists() and process.poll() is None and time.monotonic() < until:
+            time.sleep(0.02)
+        assert process.poll() is None, f"{ready} was to be met"
+        process.send_signal(signal.SIGKILL)
+        process.ended()
+    done = cli(*forged(out))
     assert done.returncode == 0, done.stderr
     first = json.loads((out / "forge.json").read_text())
-    again = subprocess.run(forged(out), capture_output=True, text=True, check=False)
+    again = cli(*forged(out))
     assert again.returncode == 0, again.stderr
     second = json.loads((out / "forge.json").read_text())
     assert first["decision_log"] == second["decision_log"]
@@ -71,7 +72,7 @@ def test_a_killed_forge_decides_the_same(
     assert "Decision log" in page
     if first["workloads"][0]["winner"] is not None:
         assert load_recipe(str(out / "winner.yaml"), kinds=("evaluate",))
-    other = subprocess.run(forged(out, "--temperature", "1"), capture_output=True, text=True, check=False)
+    other = cli(*forged(out, "--temperature", "1"))
     assert other.returncode == 2
     assert "temperature" in other.stderr
 
@@ -92,11 +93,16 @@ def lines_of(results: dict[str, Any]) -> list[str]:
     return list(itertools.chain(*results["decision_log"].values()))
 
 
-def told(command: list[str], out: Path) -> dict[str, Any]:
-    """Run a forge to its end and return its results."""
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return dict(json.loads((out / "forge.json").read_text()))
+@pytest.fixture
+def forge(cli: Run) -> Callable[[list[str], Path], dict[str, Any]]:
+    """Return a function that runs a forge to its end and returns its results."""
+
+    def run(command: list[str], out: Path) -> dict[str, Any]:
+        done = cli(*command)
+        assert done.returncode == 0, done.stderr
+        return dict(json.loads((out / "forge.json").read_text()))
+
+    return run
 
 
 @pytest.mark.parametrize(
@@ -113,10 +119,15 @@ def told(command: list[str], out: Path) -> dict[str, Any]:
     ids=["no answers", "each token costs what the first does"],
 )
 def test_a_budget_too_small_and_costs_too_high_train_nothing(
-    forged: Callable[..., list[str]], tmp_path: Path, costs: dict[str, Any], hours: str, said: str
+    forged: Run,
+    forge: Run,
+    tmp_path: Path,
+    costs: dict[str, Any],
+    hours: str,
+    said: str,
 ) -> None:
     planned(out := tmp_path / "forge", **costs)
-    found = told(forged(out, hours=hours), out)
+    found = forge(forged(out, hours=hours), out)
     assert any(said in line for line in lines_of(found))
     assert not any(workload["compared"] for workload in found["workloads"])
     assert len(found["workloads"][0]["tuned"]) >= 1
@@ -146,20 +157,20 @@ def shallow(corpus: Path, tmp_path: Path) -> Callable[..., list[str]]:
 
     def command(out: Path, *more: str) -> list[str]:
         words = ["forge", str(tmp_path / "target"), "--prompts", str(corpus / "rows.json"), "--out", str(out)]
-        return [sys.executable, "-m", "draftsmith", *words, "template=chatml", *more]
+        return [*words, "template=chatml", *more]
 
     return command
 
 
 @pytest.mark.slow
-def test_decisions_in_known_situations(shallow: Callable[..., list[str]], corpus: Path, tmp_path: Path) -> None:
+def test_decisions_in_known_situations(shallow: Run, forge: Run, corpus: Path, tmp_path: Path) -> None:
     """Prompt lookup wins for a target whose greedy text repeats itself. At temperature 1 the given equal drafter wins,
     which costs an eighth of the target; another given drafter never does."""
     tokenizer, out = corpus / "tokenizer", tmp_path / "forge"
     first_layers(tmp_path / "given", tokenizer, 8, 1)
     first_layers(tmp_path / "other", tokenizer, 1, 1)
     given = ["--drafter", str(tmp_path / "other"), "--drafter", str(tmp_path / "given")]
-    found = told(shallow(out, *given, "--temperature", "0,1", "--hours", "0.08"), out)
+    found = forge(shallow(out, *given, "--temperature", "0,1", "--hours", "0.08"), out)
     greedy, drawn = (workload["winner"] for workload in found["workloads"])
     assert greedy["name"] == "prompt lookup"
     assert drawn["name"] == str(tmp_path / "given")
@@ -167,46 +178,44 @@ def test_decisions_in_known_situations(shallow: Callable[..., list[str]], corpus
 
 
 @pytest.mark.slow
-def test_training_is_launched_as_configured(forged: Callable[..., list[str]], tmp_path: Path) -> None:
+def test_training_is_launched_as_configured(forged: Run, cli: Run, tmp_path: Path) -> None:
     """Train on two processes, which the manifests record; a failed launch ends the forge."""
     planned(out := tmp_path / "forge")
     settings = "--multi_gpu --num_machines 1 --mixed_precision no --dynamo_backend no --main_process_port 0"
-    environment = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
     command = forged(out, "processes=2", f"launch='{settings}'", hours="0.06")
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    done = cli(*command)
     assert done.returncode == 0, done.stderr
     trained = [load_manifest(folder).training for folder in out.glob("trained/eagle-*") if folder.suffix == ""]
     assert {each["processes"] for each in trained if each} == {2}
     failing = forged(tmp_path / "other", "processes=2", "launch='--mixed_precision none'", hours="0.06")
     planned(tmp_path / "other")
-    failed = subprocess.run(failing, env=environment, capture_output=True, text=True, check=False)
+    failed = cli(*failing)
     assert failed.returncode == 2
     assert "--mixed_precision none" in failed.stderr.splitlines()[-1]
 
 
 @pytest.mark.slow
 def test_a_forge_killed_at_random_times_trains_the_same_weights(
-    forged: Callable[..., list[str]], tmp_path: Path
+    forged: Run, cli: Run, launcher: Any, tmp_path: Path
 ) -> None:
     """The decisions and weights equal those of an undisturbed forge with the same measurements."""
     chance, command, met = random.Random(0), forged(Path("forge"), hours="0.06"), 0
     killed, alone = ((tmp_path / name / "forge") for name in ("killed", "alone"))
     planned(killed)
     for _ in range(10):
-        with subprocess.Popen(
-            command, cwd=killed.parent, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL
-        ) as process:
-            time.sleep(chance.uniform(4.0, 14.0))
-            met += process.poll() is None
-            process.kill()
-    done = subprocess.run(command, cwd=killed.parent, capture_output=True, text=True, check=False)
+        process = launcher.start(*command, cwd=killed.parent)
+        time.sleep(chance.uniform(1.0, 9.0))
+        met += process.poll() is None
+        process.send_signal(signal.SIGKILL)
+        process.ended()
+    done = cli(*command, cwd=killed.parent)
     assert done.returncode == 0, done.stderr
     for each in [*killed.glob("*.json"), killed / "corpus", *killed.glob("trained/*-16")]:
         if each.name != "forge.json":
             copy: Any = shutil.copytree if each.is_dir() else shutil.copy
             (alone / each.relative_to(killed)).parent.mkdir(parents=True, exist_ok=True)
             copy(each, alone / each.relative_to(killed))
-    left = subprocess.run(command, cwd=alone.parent, capture_output=True, text=True, check=False)
+    left = cli(*command, cwd=alone.parent)
     assert left.returncode == 0, left.stderr
     stories = [json.loads((folder / "forge.json").read_text())["decision_log"] for folder in (killed, alone)]
     assert stories[0] == stories[1]
@@ -220,31 +229,31 @@ def test_a_forge_killed_at_random_times_trains_the_same_weights(
 
 
 @pytest.mark.slow
-def test_a_larger_budget_trains_the_chosen_candidate(shallow: Callable[..., list[str]], tmp_path: Path) -> None:
+def test_a_larger_budget_trains_the_chosen_candidate(shallow: Run, forge: Run, tmp_path: Path) -> None:
     """Check that candidates do not compete again, that a larger budget trains anew, and that both count the time."""
     out = tmp_path / "forge"
-    first = told(shallow(out, "--temperature", "1", "--hours", "0.05"), out)
-    again = told(shallow(out, "--temperature", "1", "--hours", "0.05"), out)
+    first = forge(shallow(out, "--temperature", "1", "--hours", "0.05"), out)
+    again = forge(shallow(out, "--temperature", "1", "--hours", "0.05"), out)
     assert first["workloads"][0]["tuned"]
     assert again["workloads"] == first["workloads"], "nothing was measured again"
     raced = {folder.name for folder in out.glob("trained/*-*[0-9]")}
-    second = told(shallow(out, "--temperature", "1", "--hours", "0.05", "--more-hours", "0.005"), out)
+    second = forge(shallow(out, "--temperature", "1", "--hours", "0.05", "--more-hours", "0.005"), out)
     (new,) = {folder.name for folder in out.glob("trained/*-*[0-9]")} - raced
     chosen = [line for line in lines_of(first) if "spent" in line]
     assert [line for line in lines_of(second) if "spent" in line] == chosen
     kind, _, steps = new.rpartition("-")
     assert int(steps) > max(int(each.rpartition("-")[2]) for each in raced if each.startswith(f"{kind}-"))
-    third = told(shallow(out, "--temperature", "1", "--hours", "0.06"), out)
+    third = forge(shallow(out, "--temperature", "1", "--hours", "0.06"), out)
     assert [line for line in lines_of(third) if "spent" in line] != chosen
 
 
-def test_refusals_leave_no_files_and_plans_train_nothing(forged: Callable[..., list[str]], tmp_path: Path) -> None:
+def test_refusals_leave_no_files_and_plans_train_nothing(forged: Run, cli: Run, tmp_path: Path) -> None:
     out = tmp_path / "forge"
     for word, said in (("batch=64", "256 are needed"), ("max_prompt_tokens=1", "at most 1 tokens")):
-        done = subprocess.run(forged(out, word), capture_output=True, text=True, check=False)
+        done = cli(*forged(out, word))
         assert done.returncode == 2
         assert said in done.stderr
-    done = subprocess.run(forged(out, "--plan"), capture_output=True, text=True, check=False)
+    done = cli(*forged(out, "--plan"))
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads((out / "plan.json").read_text())
     assert not (out / "forge.json").exists()
@@ -273,9 +282,7 @@ def in_vllm(vllm: object, tiny_pair: Path, tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.slow
-def test_trained_heads_are_exported_and_tuned_in_the_engine(
-    in_vllm: Callable[..., list[str]], tiny_pair: Path, tmp_path: Path
-) -> None:
+def test_trained_heads_are_exported_and_tuned_in_the_engine(in_vllm: Run, tiny_pair: Path, tmp_path: Path) -> None:
     """Finished measurements are reused."""
     lines = in_vllm(tiny_pair / "heads", "heads", batch=[1, 2])
     assert [line.split(": ")[0] for line in lines if not line.startswith("to serve")] == [
@@ -291,7 +298,7 @@ def test_trained_heads_are_exported_and_tuned_in_the_engine(
 
 
 def test_a_drafter_with_another_vocabulary_is_reported(
-    in_vllm: Callable[..., list[str]], make_llama: Callable[..., Any], tiny_pair: Path, tmp_path: Path
+    in_vllm: Run, make_llama: Run, tiny_pair: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(tiny_pair / "target", tmp_path / "other")
     make_llama(64).save_pretrained(tmp_path / "other")
@@ -301,7 +308,7 @@ def test_a_drafter_with_another_vocabulary_is_reported(
 
 
 @pytest.mark.slow
-def test_the_prompt_lookup_of_an_engine_is_tuned(in_vllm: Callable[..., list[str]]) -> None:
+def test_the_prompt_lookup_of_an_engine_is_tuned(in_vllm: Run) -> None:
     lines = in_vllm(None, "lookup")
     assert lines[0].startswith("vllm, lookup, batch 1, temperature 0: ")
     assert ("ngram" in lines[1]) == ("draft tokens" in lines[0])
@@ -316,11 +323,15 @@ def test_the_prompt_lookup_of_an_engine_is_tuned(in_vllm: Callable[..., list[str
     ],
 )
 def test_a_missing_engine_is_reported_first(
-    forged: Callable[..., list[str]], tmp_path: Path, words: tuple[str, ...], wrong: str
+    forged: Run,
+    cli: Run,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    words: tuple[str, ...],
+    wrong: str,
 ) -> None:
-    done = subprocess.run(
-        forged(tmp_path / "none", *words), capture_output=True, text=True, check=False, env=os.environ | {"PATH": ""}
-    )
+    monkeypatch.setenv("PATH", "")
+    done = cli(*forged(tmp_path / "none", *words))
     assert done.returncode == 2
     assert wrong in done.stderr
     assert not (tmp_path / "none").exists()
@@ -328,11 +339,15 @@ def test_a_missing_engine_is_reported_first(
 
 @pytest.mark.slow
 def test_an_unsuitable_given_drafter_is_skipped(
-    forged: Callable[..., list[str]], tiny_pair: Path, make_llama: Callable[..., Any], tmp_path: Path
+    forged: Run,
+    cli: Run,
+    tiny_pair: Path,
+    make_llama: Run,
+    tmp_path: Path,
 ) -> None:
     make_llama(64).save_pretrained(tmp_path / "other")
     given = ["--drafter", str(tmp_path / "other"), "--drafter", str(tiny_pair / "drafter")]
-    done = subprocess.run(forged(tmp_path / "out", *given), capture_output=True, text=True, check=False)
+    done = cli(*forged(tmp_path / "out", *given))
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "out" / "forge.json").read_text())
     (left_out,) = (line for line in lines_of(found) if f"{tmp_path / 'other'}: left out" in line)
@@ -355,7 +370,7 @@ def test_settings_of_several_sources_share_one_evaluation() -> None:
     assert (alone.drafter, alone.heads, alone.table) == (None, None, None)
 
 
-def test_the_kind_of_a_given_drafter_is_detected(make_llama: Callable[..., Any], tmp_path: Path) -> None:
+def test_the_kind_of_a_given_drafter_is_detected(make_llama: Run, tmp_path: Path) -> None:
     make_llama(64).save_pretrained(tmp_path / "drafter")
     make_llama(64, pard_token=7).save_pretrained(tmp_path / "parallel")
     assert [kind_of(tmp_path / name) for name in ("drafter", "parallel")] == ["drafter", "parallel"]
