@@ -100,7 +100,8 @@ def test_the_command_line_uses_standard_terms() -> None:
             assert getattr(parameter, "help", None), f"{name}: {parameter.name} has no help"
 
 
-@pytest.mark.parametrize("document", ["README.md", *(f"{room}/README.md" for room in ROOMS)])
-def test_documents_use_standard_terms(document: str) -> None:
-    for number, line in enumerate((ROOT / document).read_text().splitlines(), 1):
-        assert not PHRASES.search(line), f"{document}:{number}: {line}"
+def test_documents_use_standard_terms() -> None:
+    pages = (ROOT / "README.md", *(ROOT / room / "README.md" for room in ROOMS), *(ROOT / "docs").rglob("*.md"))
+    for page, text in ((page, page.read_text(encoding="utf-8")) for page in pages):
+        for number, line in enumerate(text.splitlines(), 1):
+            assert not PHRASES.search(line), f"{page}:{number}: {line}"
