@@ -77,13 +77,13 @@ def run_certify(
         with signals.bar("certifying", "tokens") as advance:
             amounts = [_planned_tokens(case, plan, entry) for entry in entries]
             for number, entry in enumerate(entries):
-                before, keep = sum(amounts[:number]), journal.numbered(f"texts of {entry.label}", _TEXTS)
+                before, load = sum(amounts[:number]), journal.numbered(f"texts of {entry.label}", _TEXTS)
 
                 def progress(done: int, _: int, before: int = before, label: str = entry.label) -> None:
                     advance(before + done, sum(amounts), label)
 
                 progress(0, 0)
-                certificates.append(_with_stress(certify(entry, plan, keep=keep, progress=progress), stress))
+                certificates.append(_with_stress(certify(entry, plan, load_or_decode=load, progress=progress), stress))
                 body: dict[str, Any] = {
                     "complete": len(certificates) == len(entries),
                     "not_lossless": [one.label for one in stress + certificates if one.is_suspect],
