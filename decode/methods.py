@@ -45,16 +45,7 @@ from .verifiers.lossless import (
 from .verifiers.lossy import AcceptAll, JointLikelihood, OverAcceptance, Rollback, TypicalAcceptance
 from .warpers import Sampling
 
-__all__ = [
-    "METHODS",
-    "Method",
-    "Options",
-    "Parts",
-    "all_rows",
-    "build_method",
-    "method_config",
-    "method_variants",
-]
+__all__ = ["METHODS", "Method", "Options", "Parts", "all_rows", "build_method", "method_config", "method_variants"]
 
 _GAMMA = "draft tokens per step"
 _MAX_GAMMA = "maximum number of draft tokens per step"

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 COMMENT = re.compile(r"^<!-- test( slow)?\n(.*?)^-->$", re.MULTILINE | re.DOTALL)
 BLOCK = re.compile(r'^( *)```(?:(bash|python)|yaml title="(.+?)")\n(.*?)^\1```$', re.MULTILINE | re.DOTALL)
 OPENING = re.compile(r"^ *```(?:bash|sh|shell|python|yaml title)", re.MULTILINE)
-PAGES = [ROOT / "docs" / "getting-started.md", *sorted((ROOT / "docs" / "tutorials").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "docs" / "getting-started.md", *sorted((ROOT / "docs" / "tutorials").glob("*.md"))]
 
 
 def script_of(page: str) -> str:

@@ -1,0 +1,97 @@
+"""Python API: the functions that `import draftsmith` offers. They raise ValueError for mistakes of the caller."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ...checkpoints.export.base import ExportOptions, export_artifact
+from ...data.conversations import Turn
+from ...data.prompts import end_ids
+from ...data.rendering.render import prompt_renderer
+from ...data.rendering.templates import get_template
+from ...decode.engine import Limits
+from ...decode.evaluation.measure import decode
+from ...decode.methods import METHODS, build_method
+from ...decode.warpers import Sampling
+from ..assemble.evaluation import LoadedPair, open_recipe
+from .artifacts.export import FORMATS
+from .evaluation.evaluate import run_evaluate
+from .evaluation.recipe import evaluate_recipe, template_of
+
+
+class Generation(NamedTuple):
+    """Text written by `generate`. The throughput includes the prefill."""
+
+    text: str
+    token_ids: list[int]
+    acceptance_length: float
+    tokens_per_second: float
+
+
+def load_pair(target: str, **parts: str) -> LoadedPair:
+    """Load a target and the artifacts that draft for it, from directories or the hub.
+
+    The artifacts are `drafter` (a draft model or EAGLE-3 heads), `heads` (Medusa or SLiM) and `table`. Keys of the
+    evaluation recipe may follow, such as `dtype="int8"` or `device="cpu"`.
+    """
+    return open_recipe(evaluate_recipe(None, [], {"target": target, **parts}, "load_pair", ["autoregressive"]))
+
+
+def generate(
+    pair: LoadedPair,
+    prompt: str | Sequence[Mapping[str, str]],
+    method: str = "autoregressive",
+    *,
+    max_new_tokens: int = 128,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    **options: Any,
+) -> Generation:
+    """Answer a question, or chat messages with `role` and `content`, by the tokenizer's chat template.
+
+    `temperature=0` decodes greedily, and `top_k=0` samples from all tokens. Options of the method, such as `gamma=4`,
+    are given by name; `methods` lists methods and options.
+    """
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    template = get_template(template_of(pair.refs["target"].source), pair.tokenizer)
+    ids = prompt_renderer(template, pair.tokenizer)([Turn(each["role"], each["content"]) for each in messages])
+    limits = Limits(max_new_tokens, end_ids(pair.tokenizer, template, pair.model.generation_config))
+    sampling = Sampling(temperature, top_k, top_p)
+    found = decode(pair.target, build_method(method, pair.parts, sampling, **options), sampling, seed, ids, limits)
+    text, speed = pair.tokenizer.decode(found.ids, skip_special_tokens=True), len(found.ids) / found.seconds
+    return Generation(text, found.ids, found.tally.tokens / found.tally.steps, speed)
+
+
+def methods() -> dict[str, dict[str, Any]]:
+    """Return by method the artifacts that it needs, whether it is lossless, and its options with their defaults."""
+    defaults = {name: config() for name, config in METHODS.items()}
+    return {
+        name: {"needs": each.needs, "lossless": each.is_lossless, "options": asdict(each)}
+        for name, each in defaults.items()
+    }
+
+
+def evaluate(target: str, prompts: str = "spec-bench", methods: Sequence[str] = (), **settings: Any) -> dict[str, Any]:
+    """Measure methods on held-out prompts, print the table and return what was written to `results.json`.
+
+    By default these are the baseline and one method for each artifact. `settings` are the artifacts (as for
+    `load_pair`) and other keys of the evaluation recipe, such as `limit=20` or `out="results.json"`.
+    """
+    return run_evaluate(evaluate_recipe(None, [], {"target": target, "prompts": prompts, **settings}, names=methods))
+
+
+def export(artifact: str | Path, to: str, out: str | Path | None = None, **options: Any) -> Path:
+    """Convert an artifact for a serving engine, compare both, and return the output directory.
+
+    `to` is a format that `draftsmith export` lists, and `options` are those of the format, such as `target`. The
+    default of `out` is next to the artifact.
+    """
+    source = Path(artifact).resolve()
+    folder = Path(out) if out else source.with_name(f"{source.name}-{to}")
+    export_artifact(source, to, folder, FORMATS, ExportOptions(**options))
+    return folder
