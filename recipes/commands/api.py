@@ -31,13 +31,16 @@ class Generation(NamedTuple):
     tokens_per_second: float
 
 
-def load_pair(target: str, **parts: str) -> LoadedPair:
+def load_pair(
+    target: str, drafter: str | None = None, heads: str | None = None, table: str | None = None, **settings: Any
+) -> LoadedPair:
     """Load a target and the artifacts that draft for it, from directories or the hub.
 
-    The artifacts are `drafter` (a draft model or EAGLE-3 heads), `heads` (Medusa or SLiM) and `table`. Keys of the
-    evaluation recipe may follow, such as `dtype="int8"` or `device="cpu"`.
+    A drafter is a draft model or EAGLE-3 heads; `heads` are those of Medusa or SLiM. `settings` are keys of the
+    evaluation recipe, such as `dtype="int8"` or `device="cpu"`.
     """
-    return open_recipe(evaluate_recipe(None, [], {"target": target, **parts}, "load_pair", ["autoregressive"]))
+    given = {"target": target, "drafter": drafter, "heads": heads, "table": table, **settings}
+    return open_recipe(evaluate_recipe(None, [], given, "load_pair", ["autoregressive"]))
 
 
 def generate(
