@@ -13,7 +13,7 @@ from ...data.prompts import end_ids
 from ...data.rendering.render import prompt_renderer
 from ...data.rendering.templates import get_template
 from ...decode.engine import Limits
-from ...decode.evaluation.measure import decode
+from ...decode.evaluation.measure import decode_prompt
 from ...decode.methods import METHODS, build_method
 from ...decode.warpers import Sampling
 from ..assemble.evaluation import LoadedPair, open_recipe
@@ -65,7 +65,9 @@ def generate(
     ids = prompt_renderer(template, pair.tokenizer)([Turn(each["role"], each["content"]) for each in messages])
     limits = Limits(max_new_tokens, end_ids(pair.tokenizer, template, pair.model.generation_config))
     sampling = Sampling(temperature, top_k, top_p)
-    found = decode(pair.target, build_method(method, pair.parts, sampling, **options), sampling, seed, ids, limits)
+    found = decode_prompt(
+        pair.target, build_method(method, pair.parts, sampling, **options), sampling, seed, ids, limits
+    )
     text, speed = pair.tokenizer.decode(found.ids, skip_special_tokens=True), len(found.ids) / found.seconds
     return Generation(text, found.ids, found.tally.tokens / found.tally.steps, speed)
 
