@@ -29,7 +29,7 @@ def test_the_five_functions(tiny_pair: Path, tmp_path: Path, monkeypatch: pytest
     assert fast.tokens_per_second > 0
     sampled = [draftsmith.generate(pair, "the tree", temperature=1.0, seed=seed).text for seed in (1, 1, 2)]
     assert sampled[0] == sampled[1] != sampled[2]
-    with pytest.raises(ValueError, match="needs a heads"):
+    with pytest.raises(ValueError, match="requires `heads`"):
         draftsmith.generate(pair, "the tree", "medusa")
 
     known = draftsmith.methods()
