@@ -23,6 +23,7 @@ from ..tree import Tree
 from .draft_vocabulary import kept_tokens
 from .final_norm import final_norm, norm_input
 from .kv_cache import KVCache
+from .products.shared import held
 
 NO_LIMIT = 1 << 30
 """Value of `max_positions` for models without a limit."""
@@ -253,11 +254,11 @@ class TransformersModel(LanguageModel):
     def __init__(self, model: PreTrainedModel, states: str = "after-norm", aux_layers: Sequence[int] = ()) -> None:
         config = model.config.get_text_config(decoder=True)
         self.model, self.config = model, config
-        self.vocab_size = model.get_output_embeddings().weight.shape[0]
+        self.vocab_size = model.get_output_embeddings().out_features
         self.hidden_size = config.hidden_size
         self.max_positions, self.windows = position_limit(config) or NO_LIMIT, windows(config)
-        self.device = model.get_input_embeddings().weight.device
-        self.dtype = model.get_input_embeddings().weight.dtype
+        weights = held(model.get_input_embeddings())
+        self.device, self.dtype = weights.device, weights.dtype
         self.layers = config.num_hidden_layers
         heads = config.num_attention_heads
         self.kv_heads = getattr(config, "num_key_value_heads", None) or heads

@@ -9,7 +9,7 @@ and O inputs and outputs of a product, R draft vocabulary, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -26,8 +26,9 @@ from .draft_vocabulary import kept_tokens
 from .kv_cache import IndexedCache, KVCache
 from .products.layers import DecoderLayers, Kind
 from .products.native import compiled, fused_kernels
-from .products.product import FEW_ROWS, Product, is_int8
+from .products.product import FEW_ROWS, FewRows, Product, is_int8
 from .products.rotation import Rotation, Turns, rotations
+from .products.shared import held, is_shared, pack_layers, share
 from .products.weights import ACTIVATIONS, FAMILIES, GATES, join_weights, norm_weight, split_heads
 
 ACTIVATED: dict[int, Callable[..., Tensor]] = {
@@ -58,6 +59,7 @@ class LeanDecoder(LanguageModel):
 
     _embedding_scale = 1.0
     _positions_SD: Tensor | None = None
+    _shares = False
 
     @staticmethod
     def covers(model: PreTrainedModel) -> bool:
@@ -85,23 +87,38 @@ class LeanDecoder(LanguageModel):
             and not any(hasattr(module, "_hf_hook") or hasattr(module, "base_layer") for module in model.modules())
         )
 
-    def __init__(self, model: PreTrainedModel, states: str = "after-norm", aux_layers: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        states: str = "after-norm",
+        aux_layers: Sequence[int] = (),
+        share: bool = False,
+    ) -> None:
         decoder, output, family = _decoder(model), model.get_output_embeddings(), FAMILIES[model.config.model_type]
-        self.states, self.aux_layers = states, tuple(aux_layers)
+        self.states, self.aux_layers, self._shares = states, tuple(aux_layers), share
         self._kept_R = kept_tokens(model)
-        embedding, head = getattr(decoder, family.embedding), output.weight.detach()
-        embedding_VD = embedding.weight.detach()
+        embedding = getattr(decoder, family.embedding)
+        if share and self._kept_R is None:
+            pack_layers([output, embedding], is_int8(model))
+        head, embedding_VD = held(output), held(embedding)
         if (scale := getattr(embedding, "embed_scale", None)) is not None:
             self._embedding_scale = float(scale.to(embedding_VD.dtype))  # rounded as in transformers
         if family.positions is not None:
             positions = getattr(decoder, family.positions)
             self._positions_SD = positions.weight.detach()[getattr(positions, "offset", 0) :]
-        self.vocab_size = len(head)
-        rows = head if self._kept_R is None else head[self._kept_R]
-        self._hold(model.config, embedding_VD, rows, decoder, getattr(decoder, family.layers), is_int8(model))
+        self.vocab_size = head.shape[0]
+        if self._kept_R is not None:
+            head = head.rows(self._kept_R) if isinstance(head, FewRows) else head[self._kept_R]
+        self._hold(model.config, embedding_VD, head, decoder, getattr(decoder, family.layers), is_int8(model))
 
     def _hold(
-        self, config: Any, embedding: Tensor, head: Tensor, decoder: Any, layers: Iterable[Any], int8: bool
+        self,
+        config: Any,
+        embedding: Tensor | FewRows,
+        head: Tensor | FewRows,
+        decoder: Any,
+        layers: Iterable[Any],
+        int8: bool,
     ) -> None:
         """Store the weights in the layout of this forward, with the decoder's norm and `rotary_emb`."""
         self.config, self._family = config, FAMILIES[config.model_type]
@@ -122,8 +139,8 @@ class LeanDecoder(LanguageModel):
         )
         self._parallel = getattr(config, "use_parallel_residual", False)
         self._embedding_VD = embedding
-        self._product = partial(Product, int8=int8)
-        self._head = self._product(head, keep=True)
+        self._int8, self._product = int8, partial(Product, int8=int8)
+        self._head = self._product(head)
         # One complex product rotates adjacent elements, while transformers pairs element e with e + E/2. Queries and
         # keys are therefore projected in interleaved order, which does not change their inner products. GPUs use
         # kernels instead.
@@ -133,9 +150,7 @@ class LeanDecoder(LanguageModel):
         self._rotation = Rotation(config, rotary, self.key_width, self._complex, self.dtype)
         self._now: Any = None  # kernels of the current forward
         self.supports_any_length = self._fused is not None
-        # hypot(‖x‖₂, √(D ε)) is √D times the root mean square that RMSNorm divides by. In float32 the √D and the norm's
-        # weight are folded into the next product.
-        self._folded = self._complex and embedding.dtype == torch.float32 and not int8
+        # hypot(‖x‖₂, √(D ε)) is √D times the root mean square that RMSNorm divides by.
         self._offset_value = (self.hidden_size * self._eps) ** 0.5
         self._offset = torch.tensor(self._offset_value, device=self.device)
         norm_D = norm_weight(norm)
@@ -153,8 +168,7 @@ class LeanDecoder(LanguageModel):
         self._few = None
         if self._complex and DecoderLayers.fit(self._layers, self.key_width):
             sizes, does = (self.heads, self.kv_heads, self.key_width), (self._activation, self._eps, self._centred)
-            norms = self._folded, self._norms_heads_apart
-            kind = Kind(*sizes, *does, self._parallel, self._cap, *norms)
+            kind = Kind(*sizes, *does, self._parallel, self._cap, self._norms_heads_apart)
             self._few = DecoderLayers(self._layers, self._side_of, kind)
 
     @property
@@ -170,45 +184,39 @@ class LeanDecoder(LanguageModel):
         (qkv_OI, bias_O), (up_OI, bias_F) = (join_weights(*side) for side in zip(modules, norms[::2], strict=True))
         weights = [None if norm is None else norm_weight(norm) for norm in norms]
         norm_in_D, norm_mlp_D, norm_heads_O = self._norm_in(layer, weights[0]), weights[2], self._head_norms(attention)
+        order_O = torch.arange(len(qkv_OI)) if family.by_head or self._rotation.reorders else None
         if family.by_head:
-            qkv_OI = split_heads(qkv_OI, self.key_width)
-            bias_O = None if bias_O is None else split_heads(bias_O, self.key_width)
+            qkv_OI, bias_O, order_O = _each(partial(split_heads, width=self.key_width), qkv_OI, bias_O, order_O)
         if self._rotation.reorders:
             reorder = partial(self._rotation.reorder, heads=self.heads + self.kv_heads)
-            qkv_OI, bias_O = reorder(qkv_OI), None if bias_O is None else reorder(bias_O)
-            norm_heads_O = None if norm_heads_O is None else reorder(norm_heads_O)
+            qkv_OI, bias_O, order_O, norm_heads_O = _each(reorder, qkv_OI, bias_O, order_O, norm_heads_O)
         if self._complex:
-            sides = ((qkv_OI, norm_in_D), (up_OI, norm_mlp_D))
-            if self._folded:
-                qkv_OI, up_OI = (
-                    weight if norm is None else weight * norm * self.hidden_size**0.5 for weight, norm in sides
-                )
-            else:
-                norm_in_D, norm_mlp_D = (None if norm is None else self._scaled(norm) for _, norm in sides)
-        if not self._folded and not modules[0][0].weight.requires_grad:
-            # Frozen module weights become views of these, to save memory. Trainable ones may be managed by others, such
-            # as DeepSpeed.
-            for several, whole in zip(modules, (None if self._rotation.reorders else qkv_OI, up_OI), strict=True):
-                if whole is None or len(several) == 1:
-                    continue
-                parts = whole.split([len(module.weight) for module in several])
-                for module, part in zip(several, parts, strict=True):
-                    module.weight.data = part
-        in_order = norm_in_D, weights[1], norm_mlp_D, weights[3]
-        norm_in_D, norm_attended_D, norm_mlp_D, norm_made_D = (
-            None if norm is None else norm.to(self.dtype) for norm in in_order
+            norm_in_D, norm_mlp_D = _each(self._scaled, norm_in_D, norm_mlp_D)
+        in_D, attended_D, mlp_D, made_D = _each(
+            lambda norm_D: norm_D.to(self.dtype), norm_in_D, weights[1], norm_mlp_D, weights[3]
         )
-        return _Layer(
-            norm_in_D,
-            self._product(qkv_OI, bias_O),
-            norm_heads_O,
-            self._product(*join_weights([getattr(attention, family.out)])),
-            norm_attended_D,
-            norm_mlp_D,
-            self._product(up_OI, bias_F),
-            self._product(*join_weights([getattr(mlp, family.down)])),
-            norm_made_D,
-        )
+        qkv, up = self._product(qkv_OI, bias_O), self._product(up_OI, bias_F)
+        self._share(modules[0], qkv, order_O)
+        self._share(modules[1], up)
+        out, down = (self._alone(module) for module in (getattr(attention, family.out), getattr(mlp, family.down)))
+        return _Layer(in_D, qkv, norm_heads_O, out, attended_D, mlp_D, up, down, made_D)
+
+    def _share(self, modules: Sequence[Any], whole: Product, order_O: Tensor | None = None) -> None:
+        """Let modules read the weights of their joined product, to save memory, if that is allowed."""
+        if whole.few_rows is not None and (self._shares or is_shared(modules[0])):
+            share(modules, whole.few_rows, order_O)
+        elif whole.few_rows is None and order_O is None and len(modules) > 1 and not modules[0].weight.requires_grad:
+            # Trainable weights may be managed by others, such as DeepSpeed.
+            parts = whole.weight_OI.split([len(module.weight) for module in modules])
+            for module, part in zip(modules, parts, strict=True):
+                module.weight.data = part
+
+    def _alone(self, module: Any) -> Product:
+        """Return the product of one module."""
+        if self._shares:
+            pack_layers([module], self._int8)
+        weight_OI, bias_O = (held(module), module.bias) if is_shared(module) else join_weights([module])
+        return self._product(weight_OI, bias_O)
 
     def _norm_in(self, layer: Any, norm_D: Tensor | None) -> Tensor | None:
         """Return the weight of the norm before a layer's attention."""
@@ -231,7 +239,7 @@ class LeanDecoder(LanguageModel):
         return norm_D.to(self.dtype) * self.hidden_size**0.5
 
     def _norm(self, x_XD: Tensor, weight_D: Tensor | None) -> Tensor:
-        """Apply a norm, if there is one. If folded, its weight, bias and √D are part of the next product instead."""
+        """Apply a norm without its bias, which is part of the next product, if there is one."""
         if weight_D is None:
             return x_XD
         if self._centred and self._complex:
@@ -244,12 +252,11 @@ class LeanDecoder(LanguageModel):
         if not self._complex:
             return F.rms_norm(x_XD, (self.hidden_size,), weight_D, self._eps)
         x_XD = x_XD / torch.hypot(torch.linalg.vector_norm(x_XD, dim=-1, keepdim=True), self._offset)
-        return x_XD if self._folded else x_XD * weight_D
+        return x_XD * weight_D
 
     def _final_norm(self, x_XD: Tensor) -> Tensor:
-        """Apply the final norm completely, since no folded product follows."""
+        """Apply the final norm with its bias."""
         x_XD = self._norm(x_XD, self._norm_D)
-        x_XD = x_XD * self._norm_D if self._folded else x_XD
         return x_XD if self._norm_bias_D is None else x_XD + self._norm_bias_D
 
     def _mask(self, cache: KVCache, bias_BMn: Tensor | None, start: int, stop: int, end: int) -> Tensor | None:
@@ -275,7 +282,9 @@ class LeanDecoder(LanguageModel):
         batch, count = tokens_BM.shape
         # Fused kernels are faster only in graph replays, since launching one takes longer than launching an operation.
         self._now = self._fused if isinstance(cache, IndexedCache) else None
-        embedded_XD = F.embedding(tokens_BM.reshape(-1), self._embedding_VD).to(self.dtype)
+        tokens_X, held_VD = tokens_BM.reshape(-1), self._embedding_VD
+        embedded_XD = held_VD.rows(tokens_X) if isinstance(held_VD, FewRows) else F.embedding(tokens_X, held_VD)
+        embedded_XD = embedded_XD.to(self.dtype)
         if self._positions_SD is not None:
             # Rows that have ended still run beyond the last learned position, and their output is ignored.
             held_BM = positions_BM.expand(batch, -1).clamp(max=len(self._positions_SD) - 1)
@@ -430,6 +439,11 @@ class LeanDecoder(LanguageModel):
             rows_XD = self._final_norm(rows_XD)
         logits_XR = _capped(self._head(rows_XD), self._final_cap)
         return logits_XR.view(*hidden_XD.shape[:-1], -1), self._kept_R
+
+
+def _each(function: Callable[[Tensor], Tensor], *tensors: Tensor | None) -> Iterator[Any]:
+    """Apply a function to tensors that are not None."""
+    return (None if tensor is None else function(tensor) for tensor in tensors)
 
 
 def _decoder(model: Any) -> Any:

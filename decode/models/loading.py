@@ -37,18 +37,21 @@ def wrap_model(
     check: bool = True,
     states: str = "after-norm",
     aux_layers: Sequence[int] = (),
+    share: bool = False,
 ) -> LanguageModel:
     """Return a transformers model as a `LanguageModel`.
 
     Args:
         model: Causal LM, or an encoder-decoder of the T5 family, also in peft's wrapper. It is set to evaluation mode.
-        fast: Use the optimised forward of `lean.py` if it supports the model. It copies some weights, so wrap the model
+        fast: Use the optimised forward of `lean.py` if it supports the model. It copies weights, so wrap the model
             again after further training.
         graphs: Replay forwards of few tokens as CUDA graphs on a CUDA device. Models without the optimised forward use
             graphs only if replays give the same result (needs `check`).
         check: Compare small chains with the model's own forwards, and a small tree with chains.
         states: Hidden states that the model returns and projects: "after-norm" or "before-norm".
         aux_layers: Layers whose auxiliary hidden states are returned too (see `LanguageModel`).
+        share: Store weights once on a CPU: the model's own layers read those of the optimised forward from then on, and
+            cannot be trained.
 
     Raises:
         ValueError: Logits are NaN or infinite or differ from the model's own, or the model type, the states or the
@@ -68,7 +71,7 @@ def wrap_model(
         return source_model
     wrapped: LanguageModel
     if fast and LeanDecoder.covers(model):
-        wrapped = LeanDecoder(model, states, aux_layers)
+        wrapped = LeanDecoder(model, states, aux_layers, share)
     else:
         wrapped = TransformersModel(model, states, aux_layers)
     if [*aux_layers] != sorted({*aux_layers} & {*range(wrapped.layers)}):

@@ -81,7 +81,7 @@ def open_recipe(recipe: EvaluateRecipe) -> LoadedPair:
         refs["heads"], (manifest, heads) = _open_part(recipe.heads, "heads", partial(load_heads, device=device))
     sources = {} if recipe.drafter is None else {"drafter": recipe.drafter}
     sources |= {f"drafter {number}": source for number, source in enumerate(recipe.more_drafters, 2)}
-    target = wrap_model(model, states=states_of(heads), aux_layers=_layers_read(sources.values()))
+    target = wrap_model(model, states=states_of(heads), aux_layers=_layers_read(sources.values()), share=True)
     fits = partial(check_target, vocab_size=target.vocab_size, tokenizer_fingerprint=tokenizer_fingerprint(tokenizer))
     if heads is not None:
         if (trained_with := other_target(folder, recipe.target)) is not None:
@@ -153,7 +153,7 @@ def _open_drafter(
             drafter = GraphedModel(drafter)
     else:
         ref, (manifest, loaded) = _open_part(source, "drafter", lambda _: load(locate_part(source, "drafter")))
-        drafter = wrap_model(loaded.requires_grad_(False))
+        drafter = wrap_model(loaded.requires_grad_(False), share=True)
         drafter.translation = _translation(recipe, source, manifest, tokenizer)
     if drafter.translation is not None:
         return ref, drafter

@@ -25,6 +25,7 @@ from ...models.base import LanguageModel, TransformersModel, bare_model
 from ...models.final_norm import norm_input
 from ...models.kv_cache import KVCache
 from ...models.loading import wrap_model
+from ...models.products.native import library_products
 from ...proposers.adaptive import AdaptiveChain
 from ...proposers.beams import DraftBeam
 from ...proposers.chains import DraftChains
@@ -94,8 +95,9 @@ def chunks(tokens: int, vocab: int) -> Iterator[slice]:
 
 
 class Judge(TransformersModel):
-    """Scorer that runs whole texts through transformers, without the cache, mask or positions of this package."""
+    """Scorer that runs whole texts through transformers, without cache, mask, positions or products of this package."""
 
+    @library_products()
     def _forward(
         self, cache: KVCache, tokens_BM: Tensor, positions_BM: Tensor, mask_B1MS: Tensor | None, start: int, end: int
     ) -> Tensor:
@@ -105,6 +107,10 @@ class Judge(TransformersModel):
         with norm_input(self._norm) as captured:
             self._decoder(input_ids=tokens_BM, use_cache=False)
         return captured[0].reshape(*tokens_BM.shape, -1).to(self.device)
+
+    @library_products()
+    def logits(self, hidden_XD: Tensor) -> Tensor:
+        return super().logits(hidden_XD)
 
 
 def make_judge(model: PreTrainedModel, states: str = "after-norm") -> LanguageModel:

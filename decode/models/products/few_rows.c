@@ -32,9 +32,6 @@ typedef unsigned short halves __attribute__((vector_size(2 * LANES), aligned(2))
 #define MOST 6 /* 12 of 16 registers */
 #endif
 
-/* Layouts: float32, bfloat16, bfloat16 by two inputs, int8 by four inputs, int8 + 128 by four inputs. */
-enum { WIDE, NARROW, PAIRS, BYTES, FOURS };
-
 int multiplies_pairs(void)
 {
 #ifdef __AVX512BF16__

@@ -14,13 +14,12 @@ import torch
 from torch import Tensor
 
 from .native import compiled, in_use
-from .product import WIDE, FewRows, Product
+from .product import AT_ONCE, FewRows, Product
 
 Side = tuple[Tensor, Tensor | None]
 """Rotation of a layer's queries and keys, complex [1 or B, M, 1, E / 2], and its mask [1 or B, 1, M, S]."""
 
 _WIDTH = 16
-_AT_ONCE = 60  # tokens per part, a multiple of the row groups of few_rows.c
 
 
 class Kind(NamedTuple):
@@ -39,8 +38,6 @@ class Kind(NamedTuple):
     """True if attention and MLP have the same input."""
     cap: float
     """Soft cap of attention scores. 0 for none."""
-    folded: bool
-    """True if products contain the weights of the norms before them."""
     norms_apart: bool
     """True if each head of queries and keys has its own norm."""
 
@@ -61,10 +58,7 @@ class DecoderLayers:
         hidden = layers[0].up.shape[1]  # the input of queries may be wider
         self._offset = -1.0 if layers[0].norm_in_D is None else (hidden * kind.eps) ** 0.5
         few = [[each.few_rows or FewRows(each.weight_OI, each.int8) for each in _products(layer)] for layer in layers]
-        kept = [
-            [None if each is None else each.float().contiguous() for each in _vectors(layer, kind.folded)]
-            for layer in layers
-        ]
+        kept = [[None if each is None else each.float().contiguous() for each in _vectors(layer)] for layer in layers]
         self._held = few, kept
         """Owners of the memory that the table refers to."""
         self._table = torch.zeros(len(layers), 18, dtype=torch.int64)
@@ -73,14 +67,13 @@ class DecoderLayers:
         self._kind = few[0][0].kind
         assert all(product.kind == self._kind for products in few for product in products)
         self._mlp = layers[0].down.shape[1]
-        self._most_tokens = min(product.most_rows for products in few for product in products)
+        self._most_tokens = min(product.at_once for products in few for product in products)
+        self._most_rows = few[0][0].most_rows
         self._call = compiled().layers
-        # With AMX the library is faster for many bfloat16 rows.
-        self._reads = self._kind == WIDE or not torch.cpu._is_amx_tile_supported()
 
     def takes(self, rows: int, count: int) -> bool:
         """Return whether the layers currently support `count` tokens in each of `rows` rows."""
-        return in_use() and 0 < rows <= self._most_tokens and (self._reads or rows * count <= self._most_tokens)
+        return in_use() and 0 < rows <= self._most_tokens and rows * count <= self._most_rows
 
     def __call__(
         self,
@@ -101,7 +94,7 @@ class DecoderLayers:
         batch, count = len(cache.lengths), sides[0][0].shape[1]
         if batch * count <= self._most_tokens:
             return self._few(hidden_XD, first_qkv_XO, sides, cache, start, end, aux_layers)
-        parts = -(-count // max(1, min(_AT_ONCE, self._most_tokens) // batch))
+        parts = -(-count // max(1, min(AT_ONCE, self._most_tokens) // batch))
         hidden_BMD = hidden_XD.view(batch, count, -1)
         first_qkv_BMO = None if first_qkv_XO is None else first_qkv_XO.view(batch, count, -1)
         made = list[Tensor]()  # [number of given layers + 1, B, tokens of the part, D]
@@ -170,11 +163,10 @@ def _address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
-def _vectors(layer: Any, folded: bool) -> tuple[Tensor | None, ...]:
+def _vectors(layer: Any) -> tuple[Tensor | None, ...]:
     """Return the vectors that a layer adds or multiplies by, in the order of layers.c."""
-    before = (None, None) if folded else (layer.norm_in_D, layer.norm_mlp_D)
     biases = (product.added_O for product in _products(layer))
-    return *before, *biases, layer.norm_heads_O, layer.norm_attended_D, layer.norm_made_D
+    return layer.norm_in_D, layer.norm_mlp_D, *biases, layer.norm_heads_O, layer.norm_attended_D, layer.norm_made_D
 
 
 def _products(layer: Any) -> tuple[Product, Product, Product, Product]:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 _FOLDER = Path(__file__).parent
-_SOURCES = [_FOLDER / name for name in ("attention.c", "few_rows.c", "layers.c")]
+_SOURCES = [_FOLDER / name for name in ("attention.c", "few_rows.c", "layers.c", "packing.c")]
 _OPTIONS = ("-O3", "-march=native", "-fopenmp", "-shared", "-fPIC")
 _SECONDS = 60
 _in_use = True
@@ -67,9 +67,12 @@ def compiled() -> Any:
     library.few_rows.argtypes = of_product
     library.attend.argtypes = [*[pointer] * 7, *[long] * 4, *[small] * 8, ctypes.c_float]
     library.layers.argtypes = [*[pointer] * 6, *[long] * 5, *[small] * 14, *[ctypes.c_float] * 3]
+    library.pack.argtypes = [pointer, small, pointer, long, long, small, small]
+    library.unpack.argtypes = [pointer, pointer, long, pointer, long, small, small]
     for asked in (library.multiplies_pairs, library.multiplies_fours):
         asked.argtypes, asked.restype = [], small
-    library.few_rows.restype = library.attend.restype = library.layers.restype = None
+    for function in (library.few_rows, library.attend, library.layers, library.pack, library.unpack):
+        function.restype = None
     return library
 
 

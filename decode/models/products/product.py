@@ -7,6 +7,9 @@ Shape letters: X rows, I and O inputs and outputs.
 
 from __future__ import annotations
 
+import copy
+import sys
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -15,10 +18,12 @@ from .native import compiled, in_use
 
 FEW_ROWS = 64
 SMALLEST_PACKED = 1 << 18  # minimum number of elements for which a call is worthwhile
+AT_ONCE = 60  # rows of a call if there are more, a multiple of the row groups of few_rows.c
+_MOST_PAIRS = 256
+_UNPACKED_AT_ONCE = 1 << 24  # numbers
 _MAX_STACK_NUMBERS = 1 << 18  # inputs of all rows, stored on the stack in C
 _WIDTH = 16
 WIDE, _NARROW, PAIRS, _BYTES, FOURS = range(5)  # as numbered in C
-_TOGETHER = (1, 1, 2, 4, 4)  # adjacent inputs by kind
 _MAX_INT8 = 127
 _AT_ONCE = 1 << 18  # numbers that are rounded at a time, which fit into the cache
 
@@ -56,38 +61,56 @@ def integers_of(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class FewRows:
-    """Product x Wᵀ for at most `most_rows` float32 rows. W [O, I] is copied as float32, bfloat16 or int8 (see `fits`).
+    """Product x Wᵀ of float32 rows. W [O, I] is copied as float32, bfloat16 or int8 (see `fits`).
 
     `kind` is the memory layout and arithmetic. `PAIRS` rounds x to bfloat16, on processors with products of bfloat16
     pairs. `FOURS` rounds x to 16-bit integers with a scale per row, on processors that add four int8 products.
     """
 
+    device = torch.device("cpu")
+
     def __init__(self, weight_OI: Tensor, int8: bool = False) -> None:
-        self._outputs, self._inputs = weight_OI.shape
-        half, even = weight_OI.dtype == torch.bfloat16, self._inputs % _WIDTH == 0
+        self._outputs, self._inputs = self.shape = weight_OI.shape
         self._missing = -self._outputs % _WIDTH  # zero rows, whose outputs are dropped
-        if self._missing:
-            weight_OI = F.pad(weight_OI, (0, 0, 0, self._missing))
-        self.kind, scale_O = _NARROW if half else WIDE, None
+        half, even = weight_OI.dtype == torch.bfloat16, self._inputs % _WIDTH == 0
+        self.kind, size = (_NARROW, 2) if half else (WIDE, 4)
         if half and even and compiled().multiplies_pairs():
             self.kind = PAIRS
-        if int8 and self._inputs % _TOGETHER[_BYTES] == 0:
-            self.kind = FOURS if even and compiled().multiplies_fours() else _BYTES
-            weight_OI, scale_O = integers_of(weight_OI)
-        if self.kind == FOURS:
-            weight_OI = weight_OI ^ -128  # adds 128, as unsigned
-        panels = len(weight_OI) // _WIDTH
-        self._weight = weight_OI.view(panels, _WIDTH, -1, _TOGETHER[self.kind]).transpose(1, 2).contiguous()
-        if scale_O is not None:
-            scales = scale_O.view(torch.int8).view(panels, -1)
-            self._weight = torch.cat((scales, self._weight.flatten(1)), 1)
-        self.most_rows = min(FEW_ROWS, _MAX_STACK_NUMBERS // self._inputs)
-        self._call = compiled().few_rows
+        if int8 and self._inputs % 4 == 0:
+            self.kind, size = FOURS if even and compiled().multiplies_fours() else _BYTES, 1
+        self.dtype = torch.float32 if size == 1 else weight_OI.dtype
+        panels, scales = -(-self._outputs // _WIDTH), 4 * (size == 1)
+        self._weight = torch.empty(panels, _WIDTH * (size * self._inputs + scales), dtype=torch.uint8)
+        weight_OI = weight_OI.contiguous()
+        sizes = (self._inputs, self._outputs, self.kind, torch.get_num_threads())
+        compiled().pack(weight_OI.data_ptr(), half, self.pointer, *sizes)
+        self.at_once = min(FEW_ROWS, _MAX_STACK_NUMBERS // self._inputs)
+        # With AMX the library is faster for many bfloat16 rows.
+        self.most_rows = _MOST_PAIRS if size == 2 and torch.cpu._is_amx_tile_supported() else sys.maxsize
 
-    def matrix(self) -> Tensor:
-        """Return a copy of W [O, I], which is not int8."""
-        rows_OI = self._weight.transpose(1, 2).reshape(-1, self._inputs)
-        return rows_OI[: self._outputs]
+    def rows(self, places_X: Tensor | None = None) -> Tensor:
+        """Return rows of W (default: all), [X, I]; int8 in float32."""
+        places_X = torch.arange(self._outputs) if places_X is None else places_X.contiguous()
+        rows_XI = torch.empty(len(places_X), self._inputs, dtype=self.dtype)
+        sizes = (self._inputs, self.kind, torch.get_num_threads())
+        compiled().unpack(self.pointer, places_X.data_ptr(), len(places_X), rows_XI.data_ptr(), *sizes)
+        return rows_XI
+
+    def part(self, start: int, stop: int) -> FewRows:
+        """Return the product of some outputs, which shares memory. `start` and `stop` are multiples of 16."""
+        part = copy.copy(self)
+        part._weight, part._outputs, part._missing = self._weight[start // _WIDTH : stop // _WIDTH], stop - start, 0
+        part.shape = torch.Size((stop - start, self._inputs))
+        return part
+
+    def by_library(self, x_XI: Tensor, bias_O: Tensor | None = None, places_O: Tensor | None = None) -> Tensor:
+        """Return the product with rows of W (default: all) by the library, in the dtype of W."""
+        places_O = torch.arange(self._outputs) if places_O is None else places_O
+        parts = places_O.split(max(1, _UNPACKED_AT_ONCE // self._inputs))
+        biases = [None] * len(parts) if bias_O is None else bias_O.to(self.dtype).split(len(parts[0]))
+        x_XI = x_XI.to(self.dtype)
+        made = [F.linear(x_XI, self.rows(part), bias) for part, bias in zip(parts, biases, strict=True)]
+        return made[0] if len(made) == 1 else torch.cat(made, -1)
 
     @property
     def pointer(self) -> int:
@@ -101,10 +124,14 @@ class FewRows:
     def __call__(self, x_XI: Tensor, add: Tensor | None = None) -> Tensor:
         """Return x Wᵀ, [X, O] float32, plus `add`, [X, O] or [O]."""
         rows = len(x_XI)
+        if rows > self.at_once:
+            parts = x_XI.split(min(AT_ONCE, self.at_once))
+            adds = add.split(len(parts[0])) if add is not None and add.dim() > 1 else [add] * len(parts)
+            return torch.cat([self(*each) for each in zip(parts, adds, strict=True)])
         x_XI = x_XI.contiguous()
         add = None if add is None else add.contiguous()
         assert x_XI.dtype == torch.float32
-        assert 1 <= rows <= self.most_rows
+        assert rows >= 1
         assert x_XI.shape[1] == self._inputs
         assert add is None or (add.shape[-1] == self._outputs and add.dtype == torch.float32)
         assert add is None or add.dim() == 1 or len(add) == rows
@@ -115,7 +142,7 @@ class FewRows:
         added = None if add is None else add.data_ptr()
         apart = 0 if add is None or add.dim() == 1 else outputs
         sizes = (self._inputs, outputs, rows, self.kind, torch.get_num_threads())
-        self._call(self.pointer, x_XI.data_ptr(), added, apart, out_XO.data_ptr(), *sizes, None, -1.0, False)
+        compiled().few_rows(self.pointer, x_XI.data_ptr(), added, apart, out_XO.data_ptr(), *sizes, None, -1.0, False)
         return out_XO[:, : self._outputs]
 
 
@@ -125,18 +152,21 @@ def fits(weight_OI: Tensor) -> bool:
     return right and compiled() is not None
 
 
-class Product:
-    """Product x Wᵀ + b, by `FewRows` for up to 64 rows and large weights on a CPU, else by the library."""
+def pack(weight_OI: Tensor, int8: bool = False) -> FewRows | None:
+    """Return the weights as `FewRows` if they are large and supported, else None."""
+    return FewRows(weight_OI, int8) if weight_OI.numel() >= SMALLEST_PACKED and fits(weight_OI) else None
 
-    def __init__(self, weight_OI: Tensor, bias_O: Tensor | None = None, int8: bool = False, keep: bool = False) -> None:
-        """Prepare the product. `keep` stores float32 weights twice, for faster products of many rows."""
+
+class Product:
+    """Product x Wᵀ + b, by `FewRows` for large weights on a CPU, else by the library."""
+
+    def __init__(self, weight_OI: Tensor | FewRows, bias_O: Tensor | None = None, int8: bool = False) -> None:
         self.shape, self.dtype, self.int8 = weight_OI.shape, weight_OI.dtype, int8
-        self.bias_O = None if bias_O is None else bias_O.to(weight_OI.dtype)
+        self.bias_O = None if bias_O is None else bias_O.to(self.dtype)
         self.added_O = None if bias_O is None else bias_O.float().contiguous()
-        large, self.fits = weight_OI.numel() >= SMALLEST_PACKED, fits(weight_OI)
-        self.few_rows = FewRows(weight_OI, int8) if large and self.fits else None
-        is_stored = self.few_rows is not None and self.few_rows.kind == WIDE and not keep
-        self._weight_OI = None if is_stored else weight_OI
+        self.few_rows = weight_OI if isinstance(weight_OI, FewRows) else pack(weight_OI, int8)
+        self.fits = isinstance(weight_OI, FewRows) or fits(weight_OI)
+        self._weight_OI = weight_OI if isinstance(weight_OI, Tensor) and self.few_rows is None else None
 
     @property
     def weight_OI(self) -> Tensor:
@@ -144,23 +174,26 @@ class Product:
         if self._weight_OI is not None:
             return self._weight_OI
         assert self.few_rows is not None
-        return self.few_rows.matrix()
+        return self.few_rows.rows()
 
     def __call__(self, x_XI: Tensor) -> Tensor:
         """Return x Wᵀ + b, [X, O]."""
         if self.few_rows is not None and self.few_rows.takes(len(x_XI)):
             return self.few_rows(x_XI.float(), self.added_O).to(x_XI.dtype)
+        if self._weight_OI is None:
+            assert self.few_rows is not None
+            return self.few_rows.by_library(x_XI, self.bias_O).to(x_XI.dtype)
         if x_XI.dtype != self.dtype:
             return self(x_XI.to(self.dtype)).to(x_XI.dtype)
-        return F.linear(x_XI, self.weight_OI, self.bias_O)
+        return F.linear(x_XI, self._weight_OI, self.bias_O)
 
     def add_to(self, sum_XO: Tensor, x_XI: Tensor) -> Tensor:
         """Return sum + x Wᵀ + b, computed in place on a GPU without bias."""
         if self.few_rows is not None and self.few_rows.takes(len(x_XI)):
             added_XO = sum_XO.float() if self.added_O is None else sum_XO.float() + self.added_O
             return self.few_rows(x_XI.float(), added_XO).to(sum_XO.dtype)
-        if x_XI.dtype != self.dtype or self.bias_O is not None:
+        if self._weight_OI is None or x_XI.dtype != self.dtype or self.bias_O is not None:
             return sum_XO + self(x_XI)
         if sum_XO.is_cuda:
-            return sum_XO.addmm_(x_XI, self.weight_OI.t())
-        return torch.addmm(sum_XO, x_XI, self.weight_OI.t())
+            return sum_XO.addmm_(x_XI, self._weight_OI.t())
+        return torch.addmm(sum_XO, x_XI, self._weight_OI.t())

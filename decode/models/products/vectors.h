@@ -11,6 +11,9 @@
 #define LANES 4
 #endif
 
+/* Layouts of weights: float32, bfloat16, bfloat16 by two inputs, int8 by four inputs, int8 + 128 by four inputs. */
+enum { WIDE, NARROW, PAIRS, BYTES, FOURS };
+
 typedef float vector __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef int integers __attribute__((vector_size(4 * LANES), aligned(4)));
 

@@ -21,7 +21,7 @@ from ....checkpoints.storage.atomic import atomic_text
 from ....checkpoints.storage.draft_vocabulary import mask_token
 from ....checkpoints.storage.safe_read import load_json
 from ....checkpoints.verify.families import check_family
-from ....checkpoints.verify.model_files import is_adapter, load_config
+from ....checkpoints.verify.model_files import is_adapter, load_config, meta_model
 from ....data.prompts import load_prompts
 from ....data.rendering.templates import get_template
 from ....data.tokenizers import load_tokenizer
@@ -171,12 +171,13 @@ def measure_costs(base: QuickstartRecipe, out: Path, prompts: int) -> dict[str, 
     began = time.monotonic()
     model = load_target(base.evaluate)
     loading = time.monotonic() - began
-    head, inner = model.get_output_embeddings().weight, model.get_input_embeddings().weight
-    count = sum(weight.numel() for weight in model.parameters())
+    shaped = meta_model(model.config)
+    head, inner = shaped.get_output_embeddings().weight, shaped.get_input_embeddings().weight
+    count = sum(weight.numel() for weight in shaped.parameters())
     count -= head.numel() + (0 if head is inner else inner.numel())
     layers = model.config.num_hidden_layers
     shape = ModelShape(layers, count / layers, model.config.hidden_size, len(head))
-    curve = measure_forwards(wrap_model(model), _CONTEXT)
+    curve = measure_forwards(wrap_model(model, share=True), _CONTEXT)
     costs = {"shape": asdict(shape), "nodes": curve.nodes, "seconds": curve.seconds, "eagle": False}
     with suppress(ValueError):  # EAGLE-3 does not support the target
         EagleHeads.for_target(model.config)

@@ -136,7 +136,7 @@ class LocalTarget:
         model = load_model(target, dtype=recipe.dtype, device=device_of(recipe))
         self._template = get_template(recipe.template, self._tokenizer, recipe.template_options)
         self._prompt = prompt_renderer(self._template, self._tokenizer)
-        self._target = wrap_model(model, graphs=False)  # graphs have a fixed shape, but rows join and leave
+        self._target = wrap_model(model, graphs=False, share=True)  # graphs have a fixed shape, but rows join and leave
         self._recipe = recipe
         self._sampling = Sampling(recipe.temperature, recipe.top_k, recipe.top_p)
         ends = end_ids(self._tokenizer, self._template, model.generation_config, recipe.stop)

@@ -314,26 +314,54 @@ def test_kernels_are_compiled_once_if_possible(tmp_path: Path) -> None:
 
 
 @needs_compiler
-@torch.inference_mode()
-def test_float32_weights_are_stored_once() -> None:
-    weight_OI = torch.randn(SMALLEST_PACKED // 32 + 5, 36)
-    made, kept = Product(weight_OI), Product(weight_OI, keep=True)
-    assert made._weight_OI is None
-    assert kept._weight_OI is weight_OI
-    assert torch.equal(made.weight_OI, weight_OI)
-    x_XI = torch.randn(FEW_ROWS + 1, 36)
-    assert torch.equal(made(x_XI), kept(x_XI))
+@any_processor
+@any_format
+def test_packed_weights_are_found_again(processor: None, dtype: torch.dtype) -> None:
+    """All rows, some rows and parts; integers and scales are those of `integers_of`."""
+    int8, places_X = dtype == torch.int8, torch.randperm(41)[:9]
+    for inputs in (100, 112, 36):
+        weight_OI = torch.randn(41, inputs, dtype=torch.bfloat16 if int8 else dtype)
+        weight_OI[7] = 0
+        few, wanted_OI = FewRows(weight_OI, int8), rounded(weight_OI.float()) if int8 else weight_OI
+        assert torch.equal(few.rows(), wanted_OI)
+        assert torch.equal(few.rows(places_X), wanted_OI[places_X])
+        assert torch.equal(few.part(16, 32).rows(), wanted_OI[16:32])
+        x_XI = torch.randn(3 * FEW_ROWS, inputs)
+        assert torch.equal(few(x_XI)[70:75], few(x_XI[70:75]))
+        assert torch.allclose(few.by_library(x_XI).float(), few(x_XI), rtol=0.02, atol=0.2)
 
 
+@needs_compiler
+@any_format
+@pytest.mark.parametrize("tie", [False, True])
 @torch.inference_mode()
-def test_frozen_weights_of_joined_products_are_stored_once(make_llama: Any) -> None:
-    model = make_llama(hidden_size=64, intermediate_size=128).bfloat16().requires_grad_(False)
-    before = model(torch.arange(9)[None]).logits
-    thin = LeanDecoder(model)
-    for layer, made in zip(model.model.layers, thin._layers, strict=True):
-        places = {part.weight.untyped_storage().data_ptr() for part in (layer.mlp.gate_proj, layer.mlp.up_proj)}
-        assert places == {made.up.weight_OI.untyped_storage().data_ptr()}
-    assert torch.equal(model(torch.arange(9)[None]).logits, before)
+def test_shared_weights_are_stored_once(
+    make_llama: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tie: bool, dtype: torch.dtype
+) -> None:
+    """The model's own layers read the products' weights, also after it was wrapped again, and give the same logits."""
+    monkeypatch.setattr(products, "SMALLEST_PACKED", 1)
+    config = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": tie}
+    model = make_llama(num_hidden_layers=2, **config)
+    if dtype == torch.int8:
+        round_to_int8(model)
+    else:
+        model.to(dtype)
+    before, ids_BT = {name: weight.clone() for name, weight in model.state_dict().items()}, torch.arange(40)[None]
+    wanted_BTV, plain = model(ids_BT).logits, wrap_model(model)
+    scored_BTV = plain.logits(plain.extend(plain.new_cache(1, 40), ids_BT))
+    for _ in range(2):
+        thin = wrap_model(model, share=True)
+        assert torch.equal(thin.logits(thin.extend(thin.new_cache(1, 40), ids_BT)), scored_BTV)
+        assert not any(weight.dim() > 1 for weight in model.parameters())
+        for found_BTV in (model(ids_BT).logits, model(ids_BT[:, :5]).logits):
+            wanted = wanted_BTV[:, : found_BTV.shape[1]]
+            assert (found_BTV - wanted).abs().max() < (0.05 if dtype == torch.bfloat16 else 1e-3) * wanted.abs().max()
+        with library_products():
+            assert torch.allclose(model(ids_BT).logits, wanted_BTV, rtol=1e-5, atol=1e-5)
+    assert {name: weight.dtype for name, weight in model.state_dict().items()} == {
+        n: w.dtype for n, w in before.items()
+    }
+    assert all(torch.allclose(weight, before[name], rtol=1e-6) for name, weight in model.state_dict().items())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
