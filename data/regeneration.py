@@ -229,7 +229,6 @@ class _Work:
             await self._converse(*item)
 
     async def _converse(self, key: str, conversation: Conversation) -> None:
-        """Ask the questions of a conversation, and write it, or the reason why it failed."""
         turns = [turn for turn in conversation.turns[:1] if turn.role == "system"]
         if not turns and self.system:
             turns = [Turn("system", self.system)]

@@ -103,7 +103,6 @@ class Pool:
         return token_B.tolist()
 
     def _admit(self) -> None:
-        """Assign waiting prompts to free rows, preferring the row with the longest common prefix."""
         free = [index for index, row in enumerate(self._rows) if row.ticket is None]
         while free and self._waiting:
             ticket, prompt, seed, sampling = self._waiting.popleft()

@@ -104,7 +104,6 @@ def data_sources(manifest: Manifest) -> list[dict[str, Any]]:
 
 
 def _target(known: Mapping[str, Any]) -> str:
-    """Return the arguments for loading the target with transformers."""
     name, revision = str(known.get("id", "the-target")), known.get("revision")
     if revision is None or not _HUB_NAME.fullmatch(name):
         return python(public(name))

@@ -144,7 +144,6 @@ def read_heads(directory: Path, *, unpickle: bool = False, states: str | None = 
 
 
 def _find(directory: Path) -> Path | None:
-    """Return the file to read, or the index of several, if any."""
     if directory.is_file():
         raise ValueError(f"{directory} is a file: pass the folder of the heads")
     return next((directory / name for name in _ORDER if (directory / name).is_file()), None)
@@ -163,7 +162,6 @@ def _is_of_heads(name: str) -> bool:
 
 
 def _read_inside(path: Path) -> dict[str, Tensor]:
-    """Return the heads' tensors in a model's files, without their prefix."""
     tensors: dict[str, Tensor] = {}
     if path.suffix != ".json":
         tensors = _read(path, _is_of_heads)

@@ -267,7 +267,6 @@ class PredictionHeads(nn.Module):
             self._product = self._projection_state(), product(self.projection(0))
 
     def _projection_state(self) -> Any:
-        """Return address, device and version of the target's projection."""
         weight_VD = self.projection(0)
         return weight_VD.data_ptr(), weight_VD.device, None if weight_VD.is_inference() else weight_VD._version
 

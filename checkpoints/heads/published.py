@@ -83,7 +83,6 @@ def read_published(
 
 
 def _tensors(directory: Path, unpickle: bool) -> dict[str, Tensor]:
-    """Return the tensors by their names in `EagleHeads`."""
     whole, pickled = directory / WHOLE_FILES[0], directory / PICKLED_WHOLE_FILES[0]
     if whole.is_file():
         tensors = load_file(whole)

@@ -135,7 +135,6 @@ def pull(source: str, out: Path) -> tuple[Manifest, str]:
 
 
 def _find_repository(repo: str) -> Any:
-    """Return the hub's description of a repository; None if the account cannot see one."""
     with hub_errors(f"{repo} on the hub", repo):
         try:
             return HfApi().model_info(repo, timeout=_TIMEOUT)

@@ -220,7 +220,6 @@ def _check_encoding(target: Side, drafter: Side) -> Iterator[Finding]:
 
 
 def _probes(target: Side, drafter: Side) -> Iterator[str]:
-    """Yield test texts, also around the added tokens that both tokenizers have."""
     yield from _TEXTS
     known = target.vocab.keys() & drafter.vocab.keys()
     added = [token.content for model in (target, drafter) for token in _tokenizer(model).added_tokens_decoder.values()]
@@ -254,7 +253,6 @@ def _check_added_ends(target: Side, drafter: Side) -> Iterator[Finding]:
 
 
 def _added_ends(tokenizer: Any) -> list[str]:
-    """Return which of `bos` and `eos` a tokenizer adds to every text."""
     ids = list(tokenizer("a", verbose=False).input_ids)
     bare = list(tokenizer("a", add_special_tokens=False, verbose=False).input_ids)
     adds = {"bos": ids[:1] == [tokenizer.bos_token_id], "eos": ids[-1:] == [tokenizer.eos_token_id]}

@@ -118,7 +118,6 @@ def merge_runs(runs: Iterable[tuple[Any, Any]], vocab_size: int, chunk: int = 1 
 
 
 def _merged(parts: list[Run], dtype: np.dtype[Any]) -> Run:
-    """Merge runs in memory."""
     if len(parts) == 1:
         return parts[0][0].astype(dtype), parts[0][1].astype(np.int64)
     keys_E = np.concatenate([keys for keys, _ in parts])

@@ -45,7 +45,6 @@ def find_faults(directory: Path, kind: str | None = None) -> tuple[Manifest | No
 
 
 def _kind_faults(directory: Path, manifest: Manifest) -> list[str]:
-    """Return faults for missing required files, except for exports for other programs."""
     if manifest.export is not None and not manifest.export["native"]:
         return []
     files, form = set(manifest.files), manifest.kind

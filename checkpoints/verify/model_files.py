@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -17,6 +18,7 @@ from huggingface_hub.errors import HTTPError, StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
+from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.utils import cached_file, logging
 
 from ..artifact.locate import model_source
@@ -48,7 +50,8 @@ _PICKLES = (
     f"pickled weights are not read: convert them with `save_pretrained`, or set {UNPICKLE}=1 to read them with "
     "`weights_only=True`"
 )
-_QUIET = {"_raise_exceptions_for_missing_entries": False}
+_REFUSALS = ("missing_entries", "gated_repo", "connection_errors")
+_LENIENT = dict.fromkeys((f"_raise_exceptions_for_{what}" for what in _REFUSALS), False)
 
 
 @contextmanager
@@ -71,7 +74,7 @@ def model_class(config: Any) -> Any:
 
 
 def load_language_model(source: str | Path, **settings: Any) -> PreTrainedModel:
-    """Load a causal LM or an encoder-decoder in evaluation mode, with `settings` for `from_pretrained`.
+    """Load a causal LM or an encoder-decoder in evaluation mode, with `settings` for `load_whole`.
 
     Remote code, pickles (unless allowed) and missing weights are refused. Raises ValueError if it cannot be loaded.
     """
@@ -88,7 +91,7 @@ def load_language_model(source: str | Path, **settings: Any) -> PreTrainedModel:
 
 def _check_room(folder: Path, config: Any, dtype: Any) -> None:
     """Raise ValueError if the weights, of at least 16 bits in the files, exceed the free memory."""
-    named = config.dtype if dtype in (None, "auto") else dtype
+    named = config.dtype if dtype in (None, "auto") else "int8" if dtype == "stored" else dtype
     width = (getattr(torch, named) if isinstance(named, str) else named or torch.float32).itemsize
     bound = sum(file.stat().st_size for file in folder.glob("*.safetensors")) * width / 2
     if not 0 < bound < psutil.virtual_memory().available:
@@ -157,14 +160,67 @@ def _untie(model: PreTrainedModel) -> None:
         model.config.tie_word_embeddings = model.config.get_text_config(decoder=True).tie_word_embeddings = False
 
 
-def load_whole(kind: Any, source: str | Path, **settings: Any) -> PreTrainedModel:
-    """Call `kind.from_pretrained`, and raise ValueError if the files lack weights; see also `UNLOADABLE`."""
+def load_whole(kind: Any, source: str | Path, progress: Any = None, **settings: Any) -> PreTrainedModel:
+    """Call `kind.from_pretrained`, and raise ValueError if the files lack weights; see also `UNLOADABLE`.
+
+    Weights are copied to memory, since writes to mapped files would change the model. With dtype "stored" they are
+    mapped, for callers that convert and drop them. `progress` is called with the percentage of what was read and 100.
+    """
     model: PreTrainedModel
     model, report = kind.from_pretrained(source, output_loading_info=True, **settings)
     if lacking := sorted(report["missing_keys"]):
         more = f" and {len(lacking) - 1:,} more" if len(lacking) > 1 else ""
         raise ValueError(f"the weights {lacking[0]}{more} are missing from its files")
     return model
+
+
+class _Stored:
+    """Tensor of a file, which `from_pretrained` reads by indexing."""
+
+    def __init__(self, read: Callable[[], Tensor]) -> None:
+        self._read = read
+
+    def __getitem__(self, where: Any) -> Tensor:
+        return self._read()
+
+
+def _stored_tensors(source: str, config: Any, settings: dict[str, Any], progress: Any) -> dict[str, _Stored] | None:
+    """Return the tensors of safetensors files, and set `dtype`. Return None if only transformers can read the files.
+
+    It maps whole files, whose memory counts until the last tensor is converted.
+    """
+    is_mapped = settings.get("dtype") == "stored"
+    settings |= {"dtype": torch.float32} if is_mapped else {}
+    plain = not any(settings.get(name) for name in ("gguf_file", "device_map")) and not is_deepspeed_zero3_enabled()
+    plain = plain and getattr(config, "quantization_config", None) is None and (config.dtype or is_mapped)
+    if not plain or cached_file(source, ADAPTER_CONFIG, **_LENIENT):
+        return None
+    opened = {file: safe_open(file, framework="pt", backend="pread") for file in _weight_files(source)}
+    done, total = 0, sum(Path(file).stat().st_size for file in opened)
+
+    def read(file: str, name: str) -> Tensor:
+        nonlocal done
+        tensor: Tensor = (safe_open(file, framework="pt") if is_mapped else opened[file]).get_tensor(name)
+        done += tensor.nbytes
+        if progress and not is_mapped:
+            progress(100 * done // total, 100)
+        return tensor
+
+    names = [(file, name) for file, each in opened.items() for name in each.keys()]  # noqa: SIM118
+    dtypes = "".join({opened[file].get_slice(name).get_dtype() for file, name in names} - {"I64", "BOOL"})
+    settings |= (
+        {"dtype": {"BF16": torch.bfloat16, "F16": torch.float16}.get(dtypes, torch.float32)} if is_mapped else {}
+    )
+    return {name: _Stored(partial(read, file, name)) for file, name in names}
+
+
+def _weight_files(source: str, wanted: Callable[[str], bool] = lambda name: True) -> list[str]:
+    """Return the safetensors files of a folder or hub id with tensors whose names are `wanted`."""
+    if (path := cached_file(source, _WHOLE, **_LENIENT)) is not None:
+        return [path]
+    index = cached_file(source, _INDEX, **_LENIENT)
+    names = sorted(set(shards_of(Path(index), wanted).values())) if index is not None else []
+    return [cached_file(source, name) for name in names]
 
 
 def meta_model(config: Any) -> PreTrainedModel:

@@ -235,7 +235,6 @@ class Cleaner:
         return _copy_context_mark(texts[-1], "\n\n".join(texts))
 
     def _check_whole(self, identity: str, turns: list[Turn]) -> None:
-        """Drop a conversation by its contents; remember it if it is kept."""
         cleaning = self.cleaning
         answers = [turn.text for turn in turns if turn.role == "assistant"]
         if cleaning.drop_blocked and any(text.lstrip("! \n").startswith(BLOCKED_ANSWERS) for text in answers):

@@ -134,7 +134,6 @@ def _plain_block(document: Any, block: Any) -> Any:
 
 
 def _append(pieces: list[str], right: str) -> None:
-    """Add a piece, with at most one blank line between two elements."""
     above, below = pieces[-1].rstrip("\n"), right.lstrip("\n")
     if not above or not below:
         pieces[-1] += right

@@ -189,7 +189,6 @@ class Renderer:
 
 
 def _batches(layout: Layout, conversations: Iterable[Conversation]) -> Iterator[list[Parts]]:
-    """Yield the messages of conversations in batches of `_BATCH_CHARACTERS`."""
     batch: list[Parts] = []
     characters = 0
     for conversation in conversations:

@@ -263,7 +263,6 @@ def check_calls(tokenizer: Any, template: Template, tools: str) -> None:
 
 
 def _check(template: Template, chat: _Chat) -> None:
-    """Raise ValueError if the constant texts do not reproduce three exchanges."""
     for system in (None, _SYSTEM) if template.system is not None else (None,):
         rebuilt, whole = _render_constants(template, system), chat.render(3, prompt=False, system=system)
         if rebuilt != whole:

@@ -152,7 +152,6 @@ def _visit(packages: Sequence[_Package], budget: float | None) -> Iterator[tuple
 
 
 def _find_packages(names: Sequence[str], seed: int) -> tuple[list[_Package], list[str]]:
-    """Return the standard library and the installed packages, and the names that are not installed."""
     roots = {STANDARD_LIBRARY: Path(sysconfig.get_path("stdlib"))}
     skipped: list[str] = []
     for name in dict.fromkeys(names):
@@ -280,7 +279,6 @@ def _parse_docstring(text: str, kind: str) -> dict[str, str] | None:
 
 
 def _split_sections(lines: list[str], is_numpy: bool) -> dict[str, list[str]]:
-    """Return the lines of the description and of each known section."""
     sections = defaultdict[str, list[str]](list)
     kind: str | None = "description"
     numbered = enumerate(lines)
@@ -319,7 +317,6 @@ def _prose(lines: list[str], limit: int = _MAX_PROSE) -> str:
 
 
 def _blocks(lines: list[str]) -> list[list[str]]:
-    """Split lines at blank ones; drop each `.. directive` with what is indented below it."""
     blocks: list[list[str]] = [[]]
     directive_indent: int | None = None
     for line in lines:
@@ -377,7 +374,6 @@ def _parameters(lines: list[str]) -> str:
 
 
 def _example(lines: list[str]) -> str:
-    """Return the first doctest of a section, in complete steps."""
     example: list[str] = []
     size = 0
     for line in lines:
@@ -399,7 +395,6 @@ def _example(lines: list[str]) -> str:
 
 
 def _plain(text: str) -> str:
-    """Remove roles, links, citations and doubled backquotes."""
     for pattern, replacement in _INLINE:
         text = pattern.sub(replacement, text)
     return text
@@ -410,7 +405,6 @@ def _dedent(lines: list[str]) -> list[str]:
 
 
 def _is_prose(text: str) -> bool:
-    """Check if a text is long enough and mostly letters and spaces."""
     others = len(re.sub(r"[^\W\d_]+|[ \n]+", "", text))
     return len(text) >= _MIN_PROSE and others < 0.22 * len(text) and len(text.split()) >= 6
 
@@ -420,5 +414,4 @@ def _digest(text: str) -> bytes:
 
 
 def _unit(text: str) -> float:
-    """Return a number in [0, 1) that depends on the text only."""
     return int.from_bytes(_digest(text), "big") / 2**64

@@ -115,7 +115,6 @@ def _no_form(row: Row) -> ValueError:
 
 
 def _messages(row: Row, question: str, answer: str | None, context: Sequence[str]) -> Iterator[tuple[Any, Any]]:
-    """Yield (role, content) pairs, without the text of a system column."""
     value = row.value[question]
     if question in (*_CHATS, "chosen"):
         yield from () if value is None else _message_list(row, question, value)
@@ -139,7 +138,6 @@ def _messages(row: Row, question: str, answer: str | None, context: Sequence[str
 
 
 def _tools(row: Row, value: Any) -> str:
-    """Return the tools as a JSON list; "" if there are none."""
     if isinstance(value, str):
         with suppress(ValueError):
             value = json.loads(value.strip() or "[]")
@@ -200,7 +198,6 @@ def _notes(messages: Any) -> tuple[str, ...]:
 
 
 def _call(call: Any) -> Any:
-    """Return a tool call as text; OpenAI's arguments are JSON in a string."""
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or "name" not in function:
         return call
@@ -211,7 +208,6 @@ def _call(call: Any) -> Any:
 
 
 def _content(content: Any) -> Any:
-    """Return the text of a list of text parts; anything else unchanged."""
     if not isinstance(content, list) or not content:
         return content
     texts = [part.get("text") for part in content if isinstance(part, Mapping) and part.get("type") in _TEXT_PARTS]

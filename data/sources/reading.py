@@ -141,7 +141,6 @@ def _no_group(source: str, group: str, known: Collection[str]) -> ValueError:
 
 
 def _prompt(dialogue: Dialogue) -> Prompt | None:
-    """Return the prompt of a dialogue; None without a question."""
     turns: list[Turn] = []
     for written_role, content in dialogue.messages:
         role = role_of(written_role)

@@ -254,7 +254,6 @@ def _open_rapl() -> tuple[EnergyMeter | None, str]:
 
 
 def _open_nvml(uuids: Sequence[str]) -> tuple[EnergyMeter | None, str]:
-    """Open NVML's counter of millijoules since the driver was loaded (Volta and later)."""
     try:
         nvml: Any = importlib.import_module("pynvml")
     except ModuleNotFoundError:

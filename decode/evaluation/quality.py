@@ -94,7 +94,6 @@ def nearly_tied(target: LanguageModel, prompt: Sequence[int], text: Sequence[int
 
 
 def _states(target: LanguageModel, prompt: Sequence[int], output: Sequence[int]) -> Tensor:
-    """Return the hidden states [1, T, D] that the tokens of the output are predicted from."""
     start, cache = target.begin([prompt], len(output))
     ids_BT, first = torch.tensor([[*start[0], *output]], device=target.device), len(start[0])
     return target.extend(cache, ids_BT[:, :-1])[:, first - 1 :]

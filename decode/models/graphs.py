@@ -302,7 +302,6 @@ class GraphedModel(LanguageModel):
                 self._inside = whole.work = None
 
     def _end(self, cache: KVCache, nodes: int) -> int:
-        """Return the number of slots that attention reads."""
         return cache.capacity if self.supports_any_length else round_up(max(cache.lengths) + nodes, self._stride)
 
     def _shape(self, slab: _Slab, count: int, width: int, end: int) -> _Shape:
@@ -341,7 +340,6 @@ class GraphedModel(LanguageModel):
 
 
 def _set_first(first_B: Tensor, cache: KVCache, start: int) -> None:
-    """Write the slot of each row's node `start`."""
     if cache.uniform:
         first_B.fill_(cache.lengths[0] + start)
     else:

@@ -88,11 +88,7 @@ class LeanDecoder(LanguageModel):
         )
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        states: str = "after-norm",
-        aux_layers: Sequence[int] = (),
-        share: bool = False,
+        self, model: PreTrainedModel, states: str = "after-norm", aux_layers: Sequence[int] = (), share: bool = False
     ) -> None:
         decoder, output, family = _decoder(model), model.get_output_embeddings(), FAMILIES[model.config.model_type]
         self.states, self.aux_layers, self._shares = states, tuple(aux_layers), share
@@ -111,15 +107,7 @@ class LeanDecoder(LanguageModel):
             head = head.rows(self._kept_R) if isinstance(head, FewRows) else head[self._kept_R]
         self._hold(model.config, embedding_VD, head, decoder, getattr(decoder, family.layers), is_int8(model))
 
-    def _hold(
-        self,
-        config: Any,
-        embedding: Tensor | FewRows,
-        head: Tensor | FewRows,
-        decoder: Any,
-        layers: Iterable[Any],
-        int8: bool,
-    ) -> None:
+    def _hold(self, config: Any, embedding: Any, head: Any, decoder: Any, layers: Iterable[Any], int8: bool) -> None:
         """Store the weights in the layout of this forward, with the decoder's norm and `rotary_emb`."""
         self.config, self._family = config, FAMILIES[config.model_type]
         self.hidden_size = embedding.shape[1]
@@ -176,7 +164,6 @@ class LeanDecoder(LanguageModel):
         return self._embedding_VD.dtype
 
     def _fuse(self, layer: Any) -> _Layer:
-        """Return the weights of a layer in the layout of this forward."""
         family = self._family
         attention, mlp = getattr(layer, family.attention), layer if family.mlp is None else getattr(layer, family.mlp)
         modules = [[getattr(attention, name) for name in family.qkv], [getattr(mlp, name) for name in family.up]]
@@ -192,9 +179,8 @@ class LeanDecoder(LanguageModel):
             qkv_OI, bias_O, order_O, norm_heads_O = _each(reorder, qkv_OI, bias_O, order_O, norm_heads_O)
         if self._complex:
             norm_in_D, norm_mlp_D = _each(self._scaled, norm_in_D, norm_mlp_D)
-        in_D, attended_D, mlp_D, made_D = _each(
-            lambda norm_D: norm_D.to(self.dtype), norm_in_D, weights[1], norm_mlp_D, weights[3]
-        )
+        norms = [norm_in_D, weights[1], norm_mlp_D, weights[3]]
+        in_D, attended_D, mlp_D, made_D = _each(lambda norm_D: norm_D.to(self.dtype), *norms)
         qkv, up = self._product(qkv_OI, bias_O), self._product(up_OI, bias_F)
         self._share(modules[0], qkv, order_O)
         self._share(modules[1], up)
@@ -206,20 +192,17 @@ class LeanDecoder(LanguageModel):
         if whole.few_rows is not None and (self._shares or is_shared(modules[0])):
             share(modules, whole.few_rows, order_O)
         elif whole.few_rows is None and order_O is None and len(modules) > 1 and not modules[0].weight.requires_grad:
-            # Trainable weights may be managed by others, such as DeepSpeed.
-            parts = whole.weight_OI.split([len(module.weight) for module in modules])
-            for module, part in zip(modules, parts, strict=True):
+            sizes = [len(module.weight) for module in modules]  # not trained: others may manage those, as DeepSpeed
+            for module, part in zip(modules, whole.weight_OI.split(sizes), strict=True):
                 module.weight.data = part
 
     def _alone(self, module: Any) -> Product:
-        """Return the product of one module."""
         if self._shares:
             pack_layers([module], self._int8)
         weight_OI, bias_O = (held(module), module.bias) if is_shared(module) else join_weights([module])
         return self._product(weight_OI, bias_O)
 
     def _norm_in(self, layer: Any, norm_D: Tensor | None) -> Tensor | None:
-        """Return the weight of the norm before a layer's attention."""
         return norm_D
 
     def _head_norms(self, attention: Any) -> Tensor | None:
@@ -235,7 +218,6 @@ class LeanDecoder(LanguageModel):
         return torch.cat((*sides, torch.ones_like(sides[1]))).to(self.dtype)
 
     def _scaled(self, norm_D: Tensor) -> Tensor:
-        """Return a norm's weight multiplied by √D, which `_norm` omits."""
         return norm_D.to(self.dtype) * self.hidden_size**0.5
 
     def _norm(self, x_XD: Tensor, weight_D: Tensor | None) -> Tensor:
@@ -255,7 +237,6 @@ class LeanDecoder(LanguageModel):
         return x_XD * weight_D
 
     def _final_norm(self, x_XD: Tensor) -> Tensor:
-        """Apply the final norm with its bias."""
         x_XD = self._norm(x_XD, self._norm_D)
         return x_XD if self._norm_bias_D is None else x_XD + self._norm_bias_D
 
@@ -273,7 +254,6 @@ class LeanDecoder(LanguageModel):
         return super()._mask(cache, bias_BMn, start, stop, end)
 
     def _in_c(self, cache: KVCache, count: int) -> bool:
-        """Return whether so many tokens per row run through the layers in C."""
         return self._few is not None and type(cache) is KVCache and self._few.takes(len(cache.lengths), count)
 
     def _forward(
@@ -335,7 +315,6 @@ class LeanDecoder(LanguageModel):
         return hidden_XD + F.rms_norm(product(x_XI), norm_D.shape, norm_D, self._eps)
 
     def _norm_heads(self, qkv_XO: Tensor, layer: _Layer) -> Tensor:
-        """Apply the norms of queries and keys."""
         if layer.norm_heads_O is None:
             return qkv_XO
         query, key = (heads * self.key_width for heads in (self.heads, self.kv_heads))
@@ -415,7 +394,6 @@ class LeanDecoder(LanguageModel):
         return attended
 
     def _first(self, embedded_XD: Tensor) -> Tensor:
-        """Return the input of the first layer from the token embeddings."""
         return embedded_XD
 
     def _read(self, product: Product, hidden_XD: Tensor, weight_D: Tensor | None) -> Tensor:
@@ -442,12 +420,10 @@ class LeanDecoder(LanguageModel):
 
 
 def _each(function: Callable[[Tensor], Tensor], *tensors: Tensor | None) -> Iterator[Any]:
-    """Apply a function to tensors that are not None."""
     return (None if tensor is None else function(tensor) for tensor in tensors)
 
 
 def _decoder(model: Any) -> Any:
-    """Return the module that contains the layers."""
     return getattr(model.base_model, "decoder", model.base_model)
 
 
@@ -463,7 +439,6 @@ def _activation(config: Any) -> int | None:
 
 
 def _capped(x: Tensor, cap: float) -> Tensor:
-    """Apply the soft cap of Gemma 2, unless it is 0."""
     return cap * torch.tanh(x / cap) if cap else x
 
 

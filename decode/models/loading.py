@@ -5,7 +5,7 @@ Shape letters: B batch, T tokens, N tree nodes, R kept tokens, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,10 @@ from .final_norm import check_states
 from .finite import check_close, relative_rms, tolerances_of
 from .graphs import GraphedModel
 from .lean import LeanDecoder
+from .products.native import compiled
 from .products.product import round_to_int8
+from .products.shared import pack_layers
+from .products.weights import FAMILIES
 from .seq2seq import Seq2SeqModel, check_source_forward
 
 
@@ -175,6 +178,7 @@ def load_model(
     device: str = "cpu",
     device_map: str | dict[str, str] | None = None,
     attention: str | None = None,
+    progress: Callable[[int, int], None] | None = None,
     **settings: Any,
 ) -> PreTrainedModel:
     """Load a causal LM or an encoder-decoder in evaluation mode, never with remote code.
@@ -185,6 +189,7 @@ def load_model(
         device: Device of the model.
         device_map: Distribution over several devices, as in accelerate: auto, balanced, sequential …
         attention: Name of an attention kernel of transformers (default: its choice).
+        progress: Function that is called with the loaded percentage and 100.
         settings: Further arguments of `from_pretrained`.
 
     Raises:
@@ -194,12 +199,20 @@ def load_model(
     source = model_source(source)
     folder = Path(source)
     held = storage_dtype(dtype, "several" if device_map else device) if isinstance(dtype, str) else dtype
-    options = {"dtype": held, "device": device, "device_map": device_map, "attention": attention} | settings
-    model = with_adapter(folder, partial(load_model, **options)) if is_adapter(folder) else _load(source, **options)
-    if folder.is_dir():
-        load_vocabulary(model, folder)
+    options = {"device": device, "device_map": device_map, "attention": attention, "progress": progress} | settings
+    is_packed = False
+    if is_adapter(folder):
+        model = with_adapter(folder, partial(load_model, dtype=held, **options))
+    else:
+        check_family(config := load_config(source))
+        is_packed = (dtype, held) == ("int8", "float32") and config.model_type in FAMILIES and compiled() is not None
+        model = _load(source, dtype="stored" if is_packed else held, **options)
+    if is_packed:
+        _pack(model, progress)
     if dtype == "int8":
         round_to_int8(model)
+    if folder.is_dir():
+        load_vocabulary(model, folder)
     return model
 
 
@@ -209,10 +222,18 @@ def storage_dtype(dtype: str, device: str) -> str:
 
 
 def _load(source: str, *, device: str, device_map: Any, attention: str | None, **settings: Any) -> PreTrainedModel:
-    check_family(load_config(source))
     model = load_language_model(source, device_map=device_map, attn_implementation=attention, **settings)
-    model = model if device_map else model.to(device)
+    return model if device_map else model.to(device)
+
+
+def _pack(model: PreTrainedModel, progress: Callable[[int, int], None] | None) -> None:
+    """Pack matrices in int8 if the optimised forward supports the model, and convert other weights to float32."""
+    if LeanDecoder.covers(model):
+        pack_layers(list(model.modules()), int8=True, progress=progress)
     for tensor in (*model.parameters(), *model.buffers()):
-        if tensor.device.type == "cpu":  # memory-mapped: writes to the file would change the model
-            tensor.data = tensor.data.clone()
-    return model
+        if tensor.is_floating_point():
+            tensor.data = tensor.data.to(torch.float32, copy=True)
+    for module in model.modules():
+        if (scale := getattr(module, "scalar_embed_scale", None)) is not None:  # rounded to the dtype of the files
+            module.embed_scale = torch.tensor(scale)
+    model.config.dtype = torch.float32

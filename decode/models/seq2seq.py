@@ -146,7 +146,6 @@ class Seq2SeqModel(LanguageModel):
         return self._decoder.final_layer_norm(hidden_BMD)
 
     def _split(self, x_BMX: Tensor) -> Tensor:
-        """Reshape [B, M, X] to [B, H, M, E]."""
         return x_BMX.unflatten(-1, (self.kv_heads, self.key_width)).transpose(1, 2)
 
     def _attend(

@@ -59,7 +59,6 @@ class DraftState:
         self._levels = 0
 
     def _prefill_aux(self, context: Context, required: tuple[int, ...]) -> None:
-        """Run the prompts through a drafter that reads the target's hidden states."""
         if context.aux_BSG is None or context.target.aux_layers != required:
             raise ValueError(
                 f"the drafter reads the target's layers {required}, but it returns {context.target.aux_layers}: "

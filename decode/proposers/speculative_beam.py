@@ -162,7 +162,6 @@ class SpeculativeBeam(Proposer):
         return [(score, row.nodes.get((parent, token)), parent, (token,)) for score, parent, token in best]
 
     def _run(self, rows: list[_Row], group: list[list[tuple[int, int]]], tokens: list[list[int]]) -> None:
-        """Run new nodes of one level, given by parent and token, through the drafter. Shorter rows are padded."""
         widest, start = max(map(len, group)), len(self._parents[0])
         if not widest:
             return

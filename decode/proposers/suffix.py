@@ -121,7 +121,6 @@ class SuffixTree(Proposer):
         return proposal_of(rows, context.root_B1, self.max_depth)
 
     def _candidates(self, hidden_BD: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the heads' candidates and their probabilities, [B, K, C] each."""
         assert self.heads is not None
         probs_BKV = self.heads(hidden_BD)[:, : self.max_depth].softmax(-1, dtype=torch.float32)
         top = probs_BKV.topk(min(self.num_candidates, probs_BKV.shape[-1]), -1)

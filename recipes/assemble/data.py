@@ -247,7 +247,6 @@ def _require_conversations(section: DataSection, reports: list[CorpusReport], **
 def _read_part(
     section: DataSection, part: SourceSection, report: CorpusReport, shard: tuple[int, int] = (0, 1)
 ) -> Iterator[Conversation]:
-    """Read the clean conversations of one corpus of a section."""
     options = part.model_dump(exclude={"weight"}) | {"cleaning": Cleaning(**section.clean), "report": report}
     # only chat templates render tools and tool calls
     return read_conversations(tools=section.template == OWN, shard=shard, **options)
@@ -265,7 +264,6 @@ def is_held_out(section: DataSection, conversation: Conversation, *, by_content:
 
 
 def _draw(conversation: Conversation, by_content: bool) -> float:
-    """Return the number in [0, 1) that decides whether a conversation is held out."""
     # ShareGPT splits long conversations into abcdefg_0, abcdefg_1 …; all parts must get the same number.
     part = None if by_content else re.fullmatch(r"([A-Za-z0-9]{7})_\d+", conversation.id)
     return hash_share(f"held out {part[1] if part else draw_key(conversation, by_content=by_content)}")
@@ -327,7 +325,6 @@ def _source_identity(source: str, known: dict[str, list[Any]]) -> dict[str, Any]
 
 
 def _sha256(path: Path, known: dict[str, list[Any]]) -> str:
-    """Return the hash of a file, cached by size, modification time and inode."""
     stat, name = path.stat(), str(path.resolve())
     cached = known.get(name)
     if cached is None or cached[:3] != [stat.st_size, stat.st_mtime_ns, stat.st_ino]:

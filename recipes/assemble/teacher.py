@@ -91,7 +91,6 @@ def prepare_teacher(recipe: TrainingRecipe, accelerator: Any | None = None) -> P
 
 
 def _check(recipe: TrainingRecipe) -> DrafterRecipe | HeadsRecipe:
-    """Return a recipe of a drafter or heads; raise ValueError if it has no target or cache."""
     if isinstance(recipe, TableRecipe):
         raise ValueError("--teacher requires a recipe of kind 'drafter' or 'heads', got 'table'")
     setting = "teacher.cache" if isinstance(recipe, DrafterRecipe) else "hidden.cache"

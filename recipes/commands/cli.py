@@ -153,7 +153,6 @@ def prepare(
 
 
 def _list_corpora() -> None:
-    """Print the registered corpora with hub id, use and licence."""
     from ...data.sources.registry import CORPORA
 
     table = Table(Column("name", no_wrap=True), "hub id", "for", "licence", "note", box=None)

@@ -37,7 +37,6 @@ def write_forge_page(results: Mapping[str, Any], out: Path) -> Path:
 
 
 def _verdict(certificate: Mapping[str, str]) -> str | None:
-    """Return the worst verdict of a certificate, without the baseline's."""
     verdicts = [verdict for label, verdict in certificate.items() if not label.startswith("autoregressive")]
     return max(verdicts, key=VERDICTS.index, default=None)
 

@@ -72,7 +72,6 @@ def write_report(
 
 
 def _certificate(results: Path, recipe: Mapping[str, Any]) -> str:
-    """Return the section of the certificate next to the results, or an alert if it cannot be read."""
     path = derive_path(results, KIND)
     if not path.is_file():
         return ""

@@ -44,7 +44,6 @@ def describe(model: type[BaseModel], fault: Any, under: str = "") -> str:
 
 
 def _keys(model: type[BaseModel], under: str) -> Iterator[str]:
-    """Yield the dotted paths of the keys of a section and its subsections."""
     for name, item in model.model_fields.items():
         path = f"{under}.{name}" if under else name
         yield path

@@ -268,6 +268,5 @@ def _evaluating(model: Any) -> Iterator[None]:
 
 
 def _decoder(model: Any) -> Any:
-    """Return the submodule of a causal LM that outputs the last hidden state."""
     decoder = model.base_model
     return decoder if decoder is not model else getattr(model, "model", None) or model.get_decoder()

@@ -172,6 +172,5 @@ def _positions(rows: Sequence[Sequence[int]], begins: np.ndarray, lengths: np.nd
 
 
 def _additive(visible_RMS: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return an additive mask [R, 1, M, S] of 0 and the lowest number."""
     mask_RMS = torch.zeros(visible_RMS.shape, dtype=dtype, device=visible_RMS.device)
     return mask_RMS.masked_fill_(~visible_RMS, torch.finfo(dtype).min)[:, None]

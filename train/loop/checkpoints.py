@@ -150,7 +150,6 @@ class StateFolder:
         return self._checkpoints / f"step-{step:06d}"
 
     def _newest(self, settings: Mapping[str, Any]) -> Position | None:
-        """Return the newest complete checkpoint of this run. Raises ValueError if the run has other settings."""
         self._run = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
         for folder in reversed(self._folders().values()):
             try:
@@ -220,7 +219,6 @@ class StateFolder:
                 remove(folder)
 
     def _folders(self) -> dict[int, Path]:
-        """Return the checkpoint folders by step, in ascending order."""
         folders = {int(path.name[5:]): path for path in self._checkpoints.glob("step-*") if path.name[5:].isdigit()}
         return dict(sorted(folders.items()))
 
@@ -260,6 +258,5 @@ def _position_of(folder: Path) -> tuple[Position, str]:
 
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of a log, without a last line that a crash cut short."""
     texts = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
     return [json.loads(text) for text in texts]

@@ -249,7 +249,6 @@ class _Run:
         self.state.save(position, pinned=None if self.best is None else self.best[1])
 
     def _step(self, step: int, stop: StopSignals, report: Report) -> dict[str, Any]:
-        """Run one optimizer step over one global batch and return its log line."""
         config = self.config
         batch, counts, tokens = self._read_batch(step)
         rate = config.learning_rate * self.rates(step)
@@ -331,7 +330,6 @@ class _Run:
         )
 
     def _evaluate(self, position: Position, report: Report) -> None:
-        """Evaluate in the main process, unless the log already has this evaluation."""
         step = position.step
         if step in self.state.evaluations:
             return
@@ -352,7 +350,6 @@ class _Run:
             self._save(position)
 
     def _is_best(self, step: int, metrics: dict[str, float]) -> bool:
-        """Check if these metrics are at least as good as all earlier ones, and record them if so."""
         value = metrics.get(self.config.keep_best or "", math.nan)
         if not math.isfinite(value) or (self.best is not None and value < self.best[0]):
             return False
@@ -416,7 +413,6 @@ def _is_due(step: int, every: int) -> bool:
 
 
 def _rows(micro: int, rank: int, world: int, micro_batch: int) -> np.ndarray:
-    """Return the rows of the global batch that one process handles in one micro step."""
     first = (micro * world + rank) * micro_batch
     return np.arange(first, first + micro_batch)
 

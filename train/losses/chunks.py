@@ -284,7 +284,6 @@ class Plan:
         return torch.stack(sums).sum()
 
     def _score(self, logits_RV: Tensor, targets: Targets | None, labels_R: Tensor) -> tuple[Tensor, Tensor]:
-        """Return weighted losses of a block's rows [R], and the gradient of their sum with respect to the logits."""
         parts = []
         if self._label_weight:
             parts.append(_scale(*cross_entropy_chunk(logits_RV, labels_R), self._label_weight))

@@ -167,5 +167,4 @@ def _partitions(engine: Any) -> list[Tensor]:
 
 
 def _numbered(groups: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, Any]]:
-    """Yield all parameters with their numbers in torch's `state_dict`."""
     yield from enumerate(parameter for group in groups for parameter in group["params"])

@@ -128,7 +128,6 @@ class PairCounter(AbstractContextManager["PairCounter"]):
                 self._send()
 
     def _send(self) -> None:
-        """Pass the buffer to a worker, and continue with the one that it returns."""
         worker = next((worker for worker in self._workers if worker.idle), self._workers[0])
         self._keys_T = worker.count(self._keys_T, self._num_buffered, self._cross_document)
         self._num_buffered = self._cross_document = 0

@@ -105,7 +105,6 @@ def _groups(drafts: list[_Draft], positions: int) -> Iterator[list[_Draft]]:
 
 @torch.no_grad()
 def _sample(scorer: Any, drafts: list[_Draft], options: OnPolicy) -> list[list[int]]:
-    """Return one response per prompt, cut to its room."""
     sampling = Sampling(temperature=options.temperature)
     method = build_method("autoregressive", Parts(), sampling)
     longest = max(draft.room for draft in drafts)

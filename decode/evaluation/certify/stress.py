@@ -121,7 +121,6 @@ def stress_method(
 
 
 def _sizes(options: Options) -> tuple[int, int]:
-    """Return the vocabulary size and number of heads that a method's options need."""
     widths, depths = [_VOCAB], [_HEADS, options.get("max_depth") or 0]
     if "k_config" in options:
         widths += parse_branching(options["k_config"])

@@ -229,7 +229,6 @@ def _groups(passages: Sequence[Passage]) -> Iterator[list[Passage]]:
 def _measure(
     target: LanguageModel, source: Source, passages: Sequence[Passage], states: TextStates, sampling: Sampling
 ) -> NDArray[np.float32]:
-    """Return the measures of `Scores`, stacked, each [K, T]."""
     token_T = torch.tensor([token for passage in passages for token in passage.text])
     drafts, parts = source.make_drafts(passages, states), []
     for span in chunks(len(token_T), target.vocab_size):

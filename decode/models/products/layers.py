@@ -123,7 +123,6 @@ class DecoderLayers:
         end: int,
         aux_layers: Sequence[int],
     ) -> tuple[Tensor, list[Tensor]]:
-        """Run `__call__` for at most `_most_tokens` tokens."""
         kind = self._architecture
         heads, kv_heads, width = kind[:3]
         sides = [(turns.contiguous(), None if mask is None else mask.contiguous()) for turns, mask in sides]

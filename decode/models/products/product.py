@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import sys
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -82,8 +83,8 @@ class FewRows:
         panels, scales = -(-self._outputs // _WIDTH), 4 * (size == 1)
         self._weight = torch.empty(panels, _WIDTH * (size * self._inputs + scales), dtype=torch.uint8)
         weight_OI = weight_OI.contiguous()
-        sizes = (self._inputs, self._outputs, self.kind, torch.get_num_threads())
-        compiled().pack(weight_OI.data_ptr(), half, self.pointer, *sizes)
+        to = self.pointer, self._inputs, self._outputs, self.kind, torch.get_num_threads()
+        compiled().pack(weight_OI.data_ptr(), half, *to)
         self.at_once = min(FEW_ROWS, _MAX_STACK_NUMBERS // self._inputs)
         # With AMX the library is faster for many bfloat16 rows.
         self.most_rows = _MOST_PAIRS if size == 2 and torch.cpu._is_amx_tile_supported() else sys.maxsize
@@ -92,8 +93,8 @@ class FewRows:
         """Return rows of W (default: all), [X, I]; int8 in float32."""
         places_X = torch.arange(self._outputs) if places_X is None else places_X.contiguous()
         rows_XI = torch.empty(len(places_X), self._inputs, dtype=self.dtype)
-        sizes = (self._inputs, self.kind, torch.get_num_threads())
-        compiled().unpack(self.pointer, places_X.data_ptr(), len(places_X), rows_XI.data_ptr(), *sizes)
+        to = rows_XI.data_ptr(), self._inputs, self.kind, torch.get_num_threads()
+        compiled().unpack(self.pointer, places_X.data_ptr(), len(places_X), *to)
         return rows_XI
 
     def part(self, start: int, stop: int) -> FewRows:
@@ -131,8 +132,7 @@ class FewRows:
         x_XI = x_XI.contiguous()
         add = None if add is None else add.contiguous()
         assert x_XI.dtype == torch.float32
-        assert rows >= 1
-        assert x_XI.shape[1] == self._inputs
+        assert x_XI.shape == (max(1, rows), self._inputs)
         assert add is None or (add.shape[-1] == self._outputs and add.dtype == torch.float32)
         assert add is None or add.dim() == 1 or len(add) == rows
         if add is not None and self._missing:
@@ -154,46 +154,43 @@ def fits(weight_OI: Tensor) -> bool:
 
 def pack(weight_OI: Tensor, int8: bool = False) -> FewRows | None:
     """Return the weights as `FewRows` if they are large and supported, else None."""
+    weight_OI = weight_OI.float() if int8 and weight_OI.dtype == torch.float16 else weight_OI
     return FewRows(weight_OI, int8) if weight_OI.numel() >= SMALLEST_PACKED and fits(weight_OI) else None
 
 
 class Product:
-    """Product x Wᵀ + b, by `FewRows` for large weights on a CPU, else by the library."""
+    """Product x Wᵀ + b of a matrix or `FewRows`, which large weights on a CPU are converted to."""
 
-    def __init__(self, weight_OI: Tensor | FewRows, bias_O: Tensor | None = None, int8: bool = False) -> None:
+    def __init__(self, weight_OI: Any, bias_O: Tensor | None = None, int8: bool = False) -> None:
         self.shape, self.dtype, self.int8 = weight_OI.shape, weight_OI.dtype, int8
         self.bias_O = None if bias_O is None else bias_O.to(self.dtype)
         self.added_O = None if bias_O is None else bias_O.float().contiguous()
         self.few_rows = weight_OI if isinstance(weight_OI, FewRows) else pack(weight_OI, int8)
         self.fits = isinstance(weight_OI, FewRows) or fits(weight_OI)
-        self._weight_OI = weight_OI if isinstance(weight_OI, Tensor) and self.few_rows is None else None
+        self._unpacked_OI: Any = weight_OI if self.few_rows is None else None
 
     @property
-    def weight_OI(self) -> Tensor:
+    def weight_OI(self) -> Any:
         """Weights, [O, I]."""
-        if self._weight_OI is not None:
-            return self._weight_OI
-        assert self.few_rows is not None
-        return self.few_rows.rows()
+        return self._unpacked_OI if self.few_rows is None else self.few_rows.rows()
 
     def __call__(self, x_XI: Tensor) -> Tensor:
         """Return x Wᵀ + b, [X, O]."""
-        if self.few_rows is not None and self.few_rows.takes(len(x_XI)):
-            return self.few_rows(x_XI.float(), self.added_O).to(x_XI.dtype)
-        if self._weight_OI is None:
-            assert self.few_rows is not None
-            return self.few_rows.by_library(x_XI, self.bias_O).to(x_XI.dtype)
-        if x_XI.dtype != self.dtype:
-            return self(x_XI.to(self.dtype)).to(x_XI.dtype)
-        return F.linear(x_XI, self._weight_OI, self.bias_O)
+        if self.few_rows is not None:
+            is_fast = self.few_rows.takes(len(x_XI))
+            made_XO = (
+                self.few_rows(x_XI.float(), self.added_O) if is_fast else self.few_rows.by_library(x_XI, self.bias_O)
+            )
+            return made_XO.to(x_XI.dtype)
+        return F.linear(x_XI.to(self.dtype), self.weight_OI, self.bias_O).to(x_XI.dtype)
 
     def add_to(self, sum_XO: Tensor, x_XI: Tensor) -> Tensor:
         """Return sum + x Wᵀ + b, computed in place on a GPU without bias."""
         if self.few_rows is not None and self.few_rows.takes(len(x_XI)):
             added_XO = sum_XO.float() if self.added_O is None else sum_XO.float() + self.added_O
             return self.few_rows(x_XI.float(), added_XO).to(sum_XO.dtype)
-        if self._weight_OI is None or x_XI.dtype != self.dtype or self.bias_O is not None:
+        if self.few_rows is not None or x_XI.dtype != self.dtype or self.bias_O is not None:
             return sum_XO + self(x_XI)
         if sum_XO.is_cuda:
-            return sum_XO.addmm_(x_XI, self._weight_OI.t())
-        return torch.addmm(sum_XO, x_XI, self._weight_OI.t())
+            return sum_XO.addmm_(x_XI, self.weight_OI.t())
+        return torch.addmm(sum_XO, x_XI, self.weight_OI.t())

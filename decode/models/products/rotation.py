@@ -60,7 +60,6 @@ class Rotation:
         return {kind: turns(*self.tables[kind]) for kind in kinds}
 
     def _table(self, kind: str | None, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return the table of the first positions."""
         half, turned = self._width // 2, 0 if kind is None else self._half
         sides = [torch.ones(self._length, half, device=device), torch.zeros(self._length, half, device=device)]
         if kind is not None:  # other elements are not rotated

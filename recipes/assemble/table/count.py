@@ -91,7 +91,6 @@ def table_vocabulary(recipe: TableRecipe, tokenizer: Any) -> int:
 
 
 def _identity(recipe: TableRecipe, tokenizer: Any) -> dict[str, Any]:
-    """Return everything that determines the counts of a recipe."""
     identity = data_identity(recipe.data, tokenizer, NOT_OF_CONVERSATIONS)
     options = {key: value for key, value in identity["options"].items() if key not in _NOT_COUNTED}
     return identity | {"options": options, "pairs": recipe.count.pairs}
@@ -238,7 +237,6 @@ def read_texts(recipe: TableRecipe, tokenizer: Any) -> TextStore:
 def _finish(
     recipe: TableRecipe, tokenizer: Any, vocab_size: int, folder: Path, identity: dict[str, Any], share: Share
 ) -> None:
-    """Merge the counts of all processes, write the artifact, and delete the state."""
     parts, file = recipe.data.parts(), folder / TABLE_FILE
     refuse_none(recipe.data, share.reports)
     for part, report in zip(parts, share.reports, strict=True):

@@ -103,7 +103,6 @@ def import_gguf(file: Path, out: Path, dtype: str = "auto") -> None:
 
 
 def _may_be_model(folder: Path) -> bool:
-    """Return whether a directory has the configuration of a model or an adapter, and not of heads."""
     path = folder / CONFIG_FILE
     if not path.is_file():
         return is_adapter(folder)
@@ -245,13 +244,11 @@ def _import_eagle(source: str, out: Path, target: str | None, states: str | None
 
 
 def _record_target(target: str) -> dict[str, str | None]:
-    """Return the record of a target, with its hash if its weights are in a local directory."""
     is_here = any(Path(target).glob(WEIGHTS))
     return target_record(target, resolve_model(target).sha256 if is_here else None)
 
 
 def _check_target(target: str, stored: StoredHeads) -> int:
-    """Return the target's vocabulary size; raise ValueError if the target does not fit the heads."""
     config = load_config(target)
     if config.is_encoder_decoder:
         raise ValueError(f"the target {target} is an encoder-decoder; heads are for decoders")

@@ -141,7 +141,6 @@ class _Probe:
         return sorted(findings, key=lambda each: -(each.lost or 0.0)), measured
 
     def _training_stages(self) -> list[Stage]:
-        """Measure the stages `record` and `files`, as far as the manifest allows."""
         if self.part == "table":
             return []
         if self.trained is None or isinstance(self.target, Seq2SeqModel):

@@ -121,7 +121,6 @@ def _check_files(target: str, drafter: str, is_eagle: bool) -> Diagnosis:
 
 
 def _check_decodes(diagnosis: Diagnosis, folder: Path) -> None:
-    """Raise ValueError if EAGLE-3 heads cannot be decoded by this engine."""
     verdict = diagnosis.verdicts["draftsmith"]
     if verdict.outcome == REFUSED:
         raise ValueError(f"{diagnosis.drafter} cannot be decoded: {'; '.join(verdict.reasons)}")

@@ -191,7 +191,6 @@ class _Forge:
         return workload.batch * count_batches(seconds, rows, self._batch_seconds(workload), most)
 
     def _batch_seconds(self, workload: Workload) -> float:
-        """Return the time of a batch in autoregressive decoding."""
         return workload.batch * self.prefill + self.recipe.new_tokens * self.curve(workload.batch)
 
     def _certified_tokens(self) -> int:
@@ -221,7 +220,6 @@ class _Forge:
                 self._note(f"{drafter}: skipped: {error}")
 
     def _compare(self, source: Source, stage: str, cost: float | None = None) -> None:
-        """Measure a source of drafts with one setting on each workload."""
         layer = self.shape.layer_parameters / self.shape.parameters
         candidate = Candidate("", source.kind or "drafter", (), layer if cost is None else cost)
         for workload in self.workloads:
@@ -325,7 +323,6 @@ class _Forge:
         return remaining
 
     def _choose(self) -> None:
-        """Tune on each workload, choose, certify, and tune in the engine."""
         self.section = "Full training, tuning and choice"
         for workload in self.workloads:
             self.tuned[workload] = self._tune(workload)
@@ -373,7 +370,6 @@ class _Forge:
             return tune_sources(own)
 
     def _certify(self, workload: Workload, row: Row) -> None:
-        """Write the winner's recipe, and its certificate if the budget pays for one."""
         name, tokens = self._name("winner", workload), self._certified_tokens()
         enough = min(self.questions.held_out, max(self.prompts[workload], 2 * tokens // self.recipe.new_tokens))
         recipe = evaluation_of(self.base, self.recipe, name, [row], workload, enough)
@@ -390,7 +386,6 @@ class _Forge:
             raise NotLosslessError(f"{broken[0]} is not lossless: see {derive_path(Path(recipe.out), KIND)}")
 
     def _serve(self) -> None:
-        """Tune the draft lengths of the winners and of fully trained drafters in the serving engine."""
         self.section = f"Draft lengths in {self.recipe.engine}"
         trained = [name for name, source in self.sources.items() if source.steps]
         for name in dict.fromkeys([*(winner.name for winner in self.winners.values()), *trained]):

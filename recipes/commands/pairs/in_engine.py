@@ -90,7 +90,6 @@ def tune_in_engine(recipe: ForgeRecipe, name: str, artifact: Path | None, prompt
 
 
 def _export(recipe: ForgeRecipe, artifact: Path, imported: Path, export: Path) -> str | None:
-    """Export an artifact, or a model that is imported first; return the reason if this fails."""
     if (export / MANIFEST_FILE).is_file():
         return None
     assert recipe.engine is not None

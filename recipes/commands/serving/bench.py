@@ -126,7 +126,6 @@ async def _blocks(
 async def _send(
     recipe: BenchRecipe, server: Server, prompts: Sequence[Prompt], concurrency: int, advance: Callable[[], None]
 ) -> Block:
-    """Send prompts under a load and wait for all answers."""
     free = asyncio.Semaphore(concurrency)
     settings: dict[str, Any] = {"max_tokens": recipe.max_new_tokens, "temperature": recipe.temperature}
 

@@ -205,7 +205,6 @@ def _wait(engine: Running, signals: Stoppable | None) -> None:
 
 
 def _check(engines: Sequence[Running]) -> None:
-    """Raise ConnectionError with the end of the log if an engine ended or is not healthy."""
     for engine in engines:
         if not _is_healthy(engine, 30):
             raise ConnectionError(engine.failure)

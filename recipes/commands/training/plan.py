@@ -213,7 +213,6 @@ def _least_free(accelerator: Any) -> int:
 
 
 def _check_memory(parts: dict[str, int], free: int) -> None:
-    """Raise ValueError if training needs more memory than is free."""
     if (needed := sum(parts.values())) > free:
         raise ValueError(
             f"training requires at least {gigabytes(needed)} of memory per process, but {gigabytes(free)} are free "
@@ -230,7 +229,6 @@ def _max_checkpoints(config: FitConfig) -> int:
 
 
 def _check_disk(out: Path, disk: dict[str, int], free: int) -> None:
-    """Raise ValueError if a run writes more than there is space for."""
     if sum(disk.values()) > free:
         parts = ", ".join(f"{name} {gigabytes(size)}" for name, size in disk.items())
         raise ValueError(

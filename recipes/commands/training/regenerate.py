@@ -79,7 +79,6 @@ def _log_report(report: RegenerationReport, store: Store, seconds: float) -> Non
 
 
 def _settings(recipe: RegenerateRecipe) -> dict[str, Any]:
-    """Return everything that determines the answers."""
     if recipe.server is not None:
         target: dict[str, Any] = {"server.model": recipe.server.model}
     else:
@@ -248,7 +247,6 @@ class _Server:
         return outcome
 
     def _read(self, reply: bytes) -> Answer | Failure:
-        """Return the answer in a reply, or the reason why there is none."""
         try:
             values = parse_json(reply.decode())
         except ValueError as error:
