@@ -113,10 +113,7 @@ class FewRows:
         made = [F.linear(x_XI, self.rows(part), bias) for part, bias in zip(parts, biases, strict=True)]
         return made[0] if len(made) == 1 else torch.cat(made, -1)
 
-    @property
-    def pointer(self) -> int:
-        """Return the address of the weights."""
-        return self._weight.data_ptr()
+    pointer = property(lambda self: self._weight.data_ptr(), doc="Address of the weights.")
 
     def takes(self, rows: int) -> bool:
         """Return whether the product currently supports so many rows."""
