@@ -167,7 +167,19 @@ def load_whole(kind: Any, source: str | Path, progress: Any = None, **settings: 
     mapped, for callers that convert and drop them. `progress` is called with the percentage of what was read and 100.
     """
     model: PreTrainedModel
-    model, report = kind.from_pretrained(source, output_loading_info=True, **settings)
+    config = settings.get("config") or load_config(source)
+    if tensors := _stored_tensors(str(source), config, settings, progress):
+        shape = meta_model(config)  # as classes of transformers take tensors, but not `kind`
+        settings |= {"config": shape.config, "state_dict": tensors}
+        model, report = type(shape).from_pretrained(None, output_loading_info=True, **settings)
+        model.config.name_or_path = model.name_or_path = str(source)
+        names = dict.fromkeys(("cache_dir", "force_download", "proxies", "local_files_only", "token", "revision"))
+        model.adjust_generation_fn(None, True, False, source, subfolder="", trust_remote_code=False, **names)
+    else:
+        model, report = kind.from_pretrained(source, output_loading_info=True, **settings)
+        for tensor in (*model.parameters(), *model.buffers()):
+            if tensor.device.type == "cpu":
+                tensor.data = tensor.data.clone()
     if lacking := sorted(report["missing_keys"]):
         more = f" and {len(lacking) - 1:,} more" if len(lacking) > 1 else ""
         raise ValueError(f"the weights {lacking[0]}{more} are missing from its files")
@@ -208,9 +220,8 @@ def _stored_tensors(source: str, config: Any, settings: dict[str, Any], progress
 
     names = [(file, name) for file, each in opened.items() for name in each.keys()]  # noqa: SIM118
     dtypes = "".join({opened[file].get_slice(name).get_dtype() for file, name in names} - {"I64", "BOOL"})
-    settings |= (
-        {"dtype": {"BF16": torch.bfloat16, "F16": torch.float16}.get(dtypes, torch.float32)} if is_mapped else {}
-    )
+    if is_mapped:
+        settings["dtype"] = {"BF16": torch.bfloat16, "F16": torch.float16}.get(dtypes, torch.float32)
     return {name: _Stored(partial(read, file, name)) for file, name in names}
 
 
@@ -265,10 +276,9 @@ def only_safetensors(source: str) -> bool | None:
     """
     if pickles_allowed():
         return None
-    lenient = _QUIET | {"_raise_exceptions_for_gated_repo": False, "_raise_exceptions_for_connection_errors": False}
-    if cached_file(source, ADAPTER_CONFIG, **lenient) and not cached_file(source, ADAPTER_FILE, **lenient):
+    if cached_file(source, ADAPTER_CONFIG, **_LENIENT) and not cached_file(source, ADAPTER_FILE, **_LENIENT):
         raise ValueError(f"{ADAPTER_FILE} is missing; {_PICKLES}")
-    if (index := cached_file(source, _INDEX, **lenient)) is not None:
+    if (index := cached_file(source, _INDEX, **_LENIENT)) is not None:
         shards_of(Path(index))
     return True
 
@@ -306,10 +316,7 @@ def read_tensor(source: str, name: str, prefix: str = "") -> Tensor | None:
     Files of a model without an output layer lack the `prefix`. Raises ValueError for invalid indices and files.
     """
     names = (name, name.removeprefix(prefix))
-    path = cached_file(source, _WHOLE, **_QUIET)
-    if path is None and (index := cached_file(source, _INDEX, **_QUIET)) is not None:
-        shards = shards_of(Path(index), is_selected=names.__contains__)
-        path = cached_file(source, next(iter(shards.values())), **_QUIET) if shards else None
+    path = next(iter(_weight_files(source, names.__contains__)), None)
     if path is None:
         return None
     try:
