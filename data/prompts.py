@@ -116,7 +116,6 @@ def load_questions(
 
 
 def _alternate_groups(source: str, prompts: Iterator[tuple[Prompt, list[int]]]) -> Iterator[tuple[Prompt, list[int]]]:
-    """Yield the prompts of a set with groups, alternating between the groups."""
     corpus = find_corpus(source)
     if corpus is None or not corpus.groups:
         yield from prompts

@@ -130,7 +130,6 @@ class Store(AbstractContextManager["Store"]):
             os.fsync(self._file.fileno())
 
     def _check_settings(self, settings: Mapping[str, Any]) -> None:
-        """Write the settings of a new file. Raises ValueError if an existing one has others."""
         file, settings = self.path.with_name(self.path.name + ".json"), json.loads(json.dumps(settings))
         if not self.path.exists() or not self.path.stat().st_size:
             atomic_text(file, json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
@@ -262,7 +261,6 @@ class _Work:
         self.progress(self.report.written + self.report.failed)
 
     def _find_fault(self, reply: Answer | Failure) -> tuple[str, str]:
-        """Return why an answer is not used, as kind and message; both empty if it is."""
         if isinstance(reply, Failure):
             return "request failed", reply.error
         self.report.answers += 1

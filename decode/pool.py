@@ -124,7 +124,6 @@ class Pool:
             self._target.extend(cache, torch.tensor([part]).to(self._target.device))
 
     def _compact_rows(self) -> int:
-        """Move running texts before free rows, and return their number."""
         running = [index for index, row in enumerate(self._rows) if row.ticket is not None]
         for free in range(len(running)):
             if self._rows[free].ticket is None:

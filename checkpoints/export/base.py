@@ -166,7 +166,6 @@ def _check_request(source: Source, chosen: Format, options: ExportOptions, forma
 
 
 def _check_out(out: Path, source: Source, chosen: Format) -> None:
-    """Raise ValueError unless `out` is new or an earlier export in the same format."""
     check_writable(out, folder=True)
     artifact = source.folder.resolve()
     if artifact in (out.resolve(), *out.resolve().parents):
@@ -185,7 +184,6 @@ def _check_out(out: Path, source: Source, chosen: Format) -> None:
 def _serving_text(
     source: Source, folder: Path, chosen: Format, options: ExportOptions, name: str, findings: list[str]
 ) -> str:
-    """Return SERVING.md of an export in `folder` that will be called `name`."""
     named = target_name(source, options)
     target, revision = (None, None) if named is None else split_revision(named)  # engines take names without a revision
     values = {"form": chosen, "folder": name, "findings": findings, "target": target, "revision": revision}

@@ -202,7 +202,6 @@ def _write_draft_model(source: Source, folder: Path, options: ExportOptions) -> 
 
 
 def _problems(folder: Path) -> list[str]:
-    """Return why the engines would refuse the drafter."""
     config, problems = load_config(folder), []
     named = config.architectures
     architecture = named[0] if isinstance(named, list) and named else "not given"

@@ -71,7 +71,6 @@ def _write(source: Source, folder: Path, options: ExportOptions) -> None:
 def _convert(
     source: Source, converter: Path, model: Path, out: Path, split_by: Path, renamed: dict[str, Any], *more: str
 ) -> None:
-    """Run the converter, which uses the tokenizer of `split_by`."""
     dtypes = stored_dtypes(model) - {"I64", "BOOL"}  # dtypes of EAGLE-3's token maps
     if len(dtypes) != 1 or not dtypes <= set(_TYPES):
         raise ValueError(f"{source.folder} has dtypes {', '.join(sorted(dtypes))}, expected {', '.join(_TYPES)}")
@@ -91,7 +90,6 @@ def _convert(
 
 
 def _prepare_model(source: Source, folder: Path) -> Path:
-    """Return a folder with the merged model under the artifact's name, which the converter stores."""
     model = folder / source.folder.resolve().name
     model.mkdir(parents=True)
     if is_adapter(source.folder) or draft_tokens_of(source) is not None:
@@ -118,7 +116,6 @@ def find_converter(checkout: Path) -> Path:
 
 
 def _splits_as_gpt2(model: Path) -> bool:
-    """Check if llama.cpp's pre-tokenizer `gpt-2` matches a model's tokenizer."""
     path = model / "tokenizer.json"
     state = read_json(path) if path.is_file() else {}
     parts = ("model", "normalizer", "pre_tokenizer")
@@ -131,7 +128,6 @@ def _splits_as_gpt2(model: Path) -> bool:
 
 
 def _known_target(source: Source, options: ExportOptions) -> str | None:
-    """Return the target if the user names one or it is a local folder."""
     named = target_name(source, options)
     return named if named is not None and (options.target or Path(named).is_dir()) else None
 

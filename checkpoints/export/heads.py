@@ -30,7 +30,6 @@ def _target_name(source: Source, options: ExportOptions) -> str:
 
 
 def _load(source: Source, options: ExportOptions) -> PredictionHeads:
-    """Load the heads with all projections. Raises ValueError if engines cannot run them."""
     heads = load_heads(source.folder).propose(None)  # engines compute the logits of all tokens
     if heads.states != "after-norm":
         raise ValueError(f"{source.folder} has heads for pre-norm hidden states: train with `states: after-norm`")

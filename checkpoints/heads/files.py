@@ -90,7 +90,6 @@ def load_heads(
 
 
 def _check_complete(heads: PredictionHeads, state: Mapping[str, Tensor]) -> None:
-    """Raise ValueError if tensors are missing, unexpected, of another shape or not finite."""
     vocab_size = heads.vocab_size if heads.knows_vocab_size else None
     sizes = (heads.num_heads, heads.num_layers, heads.hidden_size, vocab_size)
     with torch.device("meta"):

@@ -270,7 +270,6 @@ def _names(num_heads: int, num_layers: int, kind: str) -> Iterator[str]:
 
 
 def _disagreements(config: dict[str, Any], sizes: dict[str, Any], path: Path) -> list[str]:
-    """Return one sentence for each config entry that contradicts the tensors."""
     names = {"medusa_num_heads": "num_heads", "num_medusa_heads": "num_heads", "medusa_num_layers": "num_layers"}
     names |= {key: key for key in ("hidden_size", "vocab_size", "projection", "rank")}
     return [

@@ -101,7 +101,6 @@ def _rename_prefix(match: re.Match[str]) -> str:
 
 
 def _check_embeddings(stored_VD: Tensor | None, embedding_VD: Tensor | None, directory: Path) -> None:
-    """Raise ValueError if published embeddings differ from the target's by more than rounding."""
     if stored_VD is None or embedding_VD is None:
         return
     if stored_VD.shape == embedding_VD.shape:

@@ -145,7 +145,6 @@ def _find_repository(repo: str) -> Any:
 
 
 def _files_to_push(artifact: Path, card: Callable[[Manifest], str]) -> dict[str, CommitOperationAdd]:
-    """Return the artifact's files by name, with a new card and a manifest with its hash."""
     manifest = verify_artifact(artifact)
     readme = card(manifest).encode()
     entries = manifest.files | {CARD_FILE: {"sha256": hashlib.sha256(readme).hexdigest(), "bytes": len(readme)}}

@@ -91,7 +91,6 @@ def _check_kind(target: Side, drafter: Side) -> Iterator[Finding]:
 
 
 def _check_family(target: Side, drafter: Side) -> Iterator[Finding]:
-    """Report models that engines cannot decode with, by their configurations."""
     for model, name in ((target, "target"), (drafter, "drafter")):
         effects = dict[str, Effect]()
         if fault := family_fault(model.config):
@@ -122,7 +121,6 @@ def _check_sizes(target: Side, drafter: Side) -> Iterator[Finding]:
 
 
 def _check_weights(target: Side, drafter: Side) -> Iterator[Finding]:
-    """Check each model's weights against its configuration, and an artifact's files against its manifest."""
     for model, name in ((target, "target"), (drafter, "drafter")):
         for check, problem, value, effects in _weights_of(model, name):
             yield Finding(check, problem, *((value, "") if name == "target" else ("", value)), effects)
@@ -208,7 +206,6 @@ def _check_special_ids(target: Side, drafter: Side) -> Iterator[Finding]:
 
 
 def _check_encoding(target: Side, drafter: Side) -> Iterator[Finding]:
-    """Report the first text that the two tokenizers encode differently, comparing the texts of tokens."""
     for text in _probes(target, drafter):
         of_target, of_drafter = _pieces(target.tokenizer, text), _pieces(drafter.tokenizer, text)
         if of_target != of_drafter:
@@ -274,7 +271,6 @@ def _check_chat_template(target: Side, drafter: Side) -> Iterator[Finding]:
 
 
 def _check_context(target: Side, drafter: Side) -> Iterator[Finding]:
-    """Compare the numbers of positions and, for this engine, unsupported sliding windows."""
     effects = dict[str, Effect]()
     if _is_shorter(drafter.positions, target.positions):
         reason = f"texts longer than the drafter's {drafter.positions:,} positions are rejected or drafted poorly"

@@ -64,7 +64,6 @@ def examine_eagle(target: Side, source: str, folder: Path) -> Diagnosis:
 
 
 def _layer_settings(config: Config) -> Config:
-    """Return the settings of the layer, which the form of speculators nests."""
     settings: Config = config.get("transformer_layer_config", config)
     return settings
 

@@ -131,7 +131,6 @@ def remove(path: Path) -> None:
 
 @contextmanager
 def _lock_folder(folder: Path) -> Iterator[None]:
-    """Lock a folder, if the file system has locks; they are released when a process ends."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         with suppress(OSError):

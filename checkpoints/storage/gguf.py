@@ -159,7 +159,6 @@ def _reuse_reader(reader: Any) -> Iterator[None]:
 
 
 def _dtype_of(reader: Any) -> str:
-    """Return the type that holds a file's matrices: bfloat16 where they are that, or quantised."""
     kinds = {tensor.tensor_type.name for tensor in reader.tensors if len(tensor.shape) > 1}
     return "float32" if kinds <= {"F64", "F32", "F16"} else "bfloat16"
 
@@ -179,7 +178,6 @@ def _names_of(reader: Any, model: Any, processor: Any) -> dict[str, str]:
 def _stream(
     reader: Any, model: Any, names: dict[str, str], processor: Any, path: Path, progress: Progress | None
 ) -> None:
-    """Write a file's tensors, dequantised, to a safetensors file, one at a time."""
     import torch
 
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}

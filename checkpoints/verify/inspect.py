@@ -77,7 +77,6 @@ def _unreadable(directory: Path, manifest: Manifest) -> list[str]:
 
 
 def _find_non_finite(path: Path) -> list[str]:
-    """Return a fault if tensors hold NaN or infinite values."""
     floats = [name for name, (dtype, _) in check_safetensors(path).items() if dtype in _FLOATS]
     if not floats:
         return []  # tables are read without torch

@@ -138,7 +138,6 @@ def with_adapter(folder: Path, load: Callable[[str], PreTrainedModel], *, merged
 
 
 def _check_rows(folder: Path, base: str, model: PreTrainedModel) -> None:
-    """Raise ValueError if an adapter holds embeddings or an output projection for another number of tokens."""
     rows, path = len(model.get_input_embeddings().weight), folder / ADAPTER_FILE
     layers = {name.removesuffix(".weight") for name in names_of_embeddings(model)[:2]}
     ends = tuple(f".{layer}{end}" for layer in layers for end in (".weight", ".lora_B.weight"))
@@ -226,7 +225,6 @@ def _stored_tensors(source: str, config: Any, settings: dict[str, Any], progress
 
 
 def _weight_files(source: str, wanted: Callable[[str], bool] = lambda name: True) -> list[str]:
-    """Return the safetensors files of a folder or hub id with tensors whose names are `wanted`."""
     if (path := cached_file(source, _WHOLE, **_LENIENT)) is not None:
         return [path]
     index = cached_file(source, _INDEX, **_LENIENT)

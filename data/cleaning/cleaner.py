@@ -193,7 +193,6 @@ class Cleaner:
         return unescaped
 
     def _whole_exchanges(self, messages: Messages, changes: set[str]) -> Iterator[tuple[str, str]]:
-        """Yield the messages of whole exchanges, after a system message with text."""
         questions = [text for role, text in messages if role == "user" and not _blank(text)]
         if questions and all(role in ("user", "system") for role, _ in messages):
             if not self._questions:
@@ -255,7 +254,6 @@ class Cleaner:
 
 
 def _copy_context_mark(text: str, other: str) -> str:
-    """Return another text, marked as a context if `text` is."""
     return ContextText(other) if isinstance(text, ContextText) else other
 
 
@@ -273,7 +271,6 @@ def _without_unknown(runs: list[tuple[str | None, list[str]]]) -> list[tuple[str
 
 
 def _without_surplus(texts: list[str], changes: set[str]) -> list[str]:
-    """Remove empty texts among adjacent messages of one role."""
     if len(texts) == 1:
         return texts
     remaining = [text for text in texts if not _blank(text)] or texts[:1]
@@ -305,7 +302,6 @@ def _sample(turns: list[Turn]) -> str:
 
 
 def _language_identifier(languages: Iterable[str]) -> Callable[[str], str]:
-    """Return a function from a text to its ISO 639 code."""
     try:
         from py3langid.langid import MODEL_FILE, LanguageIdentifier
     except ImportError as error:

@@ -124,7 +124,6 @@ def _convert(html: str) -> str:
 
 
 def _plain_block(document: Any, block: Any) -> Any:
-    """Return a <pre> with the text of its code only, and the language in `lang`."""
     code = block.code.extract()
     named = [name.removeprefix("language-") for name in code.get("class", []) if name.startswith("language-")]
     language = named[0] if named else block.get_text().strip()

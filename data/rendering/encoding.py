@@ -145,7 +145,6 @@ class PieceEncoder:
         return text
 
     def _is_bare(self, after: After) -> bool:
-        """Check if no space is added before the piece."""
         return after is After.TEXT or (after is After.SPECIAL and not self._adds_space_after_special)
 
     def _without_sentinel(self, ids: np.ndarray, text: str) -> np.ndarray:

@@ -117,7 +117,6 @@ class Linter:
         return self._find_exchange_fault(document, [questions[n] for n in numbers], [answers[n] for n in numbers])
 
     def _find_chat_fault(self, chat: ChatLayout, document: Rendered) -> str | None:
-        """Compare a document with `apply_chat_template`, and its spans with the answers."""
         first, last, ids = document.first, document.last, document.ids.tolist()
         if not document.question_cut and ids != chat.ids(document.conversation, first, last)[: len(ids)]:
             return TEMPLATE_DIFFERS
@@ -132,7 +131,6 @@ class Linter:
         return None
 
     def _find_exchange_fault(self, document: Rendered, questions: list[str], answers: list[str]) -> str | None:
-        """Return the fault of a document whose supervised spans should be these answers."""
         ids, spans = document.ids.tolist(), document.spans
         if len(answers) != len(spans):
             return ANSWER_DIFFERS

@@ -163,7 +163,6 @@ class Renderer:
             yield from self._count_documents(documents, max(1, len(parts.questions)), report)
 
     def _count_documents(self, documents: list[Rendered], exchanges: int, report: RenderReport) -> list[Rendered]:
-        """Return the documents of a conversation that have supervised tokens, and count them."""
         report.exchanges += exchanges
         report.no_room += sum(not document.spans for document in documents)
         for document in documents:

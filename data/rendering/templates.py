@@ -270,7 +270,6 @@ def _check(template: Template, chat: _Chat) -> None:
 
 
 def _render_constants(template: Template, system: str | None) -> str:
-    """Return three exchanges rendered with the constant texts."""
     text = template.start if system is None or template.system is None else system.join(template.system)
     for number in range(3):
         text += template.next if number else ""

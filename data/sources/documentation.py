@@ -175,7 +175,6 @@ def _source_files(root: Path, seed: int) -> list[Path]:
 
 
 def _file_conversations(package: _Package, path: Path) -> Iterator[tuple[str, Conversation]]:
-    """Yield (name inside the module, conversation) for each documented object of a source file."""
     try:
         source = path.read_text(encoding="utf-8")
         prose = sum(len(text) for text in re.findall(r'"""(.*?)"""', source, re.DOTALL))
@@ -200,7 +199,6 @@ def _file_conversations(package: _Package, path: Path) -> Iterator[tuple[str, Co
 
 
 def _iterate_docstrings(tree: ast.Module) -> Iterator[tuple[str, str, str]]:
-    """Yield (name, kind, docstring) of the module, its public classes, functions and methods."""
     if text := ast.get_docstring(tree, clean=False):
         yield "", "module", text
     for node in tree.body:
@@ -246,7 +244,6 @@ def _strings(argument: ast.expr) -> list[str]:
 
 
 def _conversation(name: str, answers: Mapping[str, str]) -> Conversation:
-    """Return the conversation that asks for each answer with one of the phrasings in `_QUESTIONS`."""
     turns: list[Turn] = []
     for kind, answer in answers.items():
         if answer and len(turns) < _MAX_TURNS:
@@ -301,7 +298,6 @@ def _split_sections(lines: list[str], is_numpy: bool) -> dict[str, list[str]]:
 
 
 def _prose(lines: list[str], limit: int = _MAX_PROSE) -> str:
-    """Join the lines of each paragraph; drop directives, tables, doctests and field lists."""
     paragraphs: list[str] = []
     for text in filter(None, map(_paragraph, _blocks(lines))):
         if sum(map(len, paragraphs)) + len(text) > limit:

@@ -47,7 +47,6 @@ def usable_columns(present: Sequence[str]) -> Sequence[str]:
 
 
 def _find_form(present: Collection[str]) -> tuple[str, str | None] | None:
-    """Return the columns of question (or messages) and answer of the first form that fits."""
     for questions, answers in _FORMS:
         question = next((name for name in questions if name in present), None)
         answer = next((name for name in answers if name in present and name != question), None)

@@ -112,7 +112,6 @@ def _alpaca_eval(corpus: Corpus, row: Row) -> Dialogue:
 
 
 def _spec_bench(corpus: Corpus, row: Row) -> Dialogue:
-    """Read a row of Spec-Bench, in which the eight categories of MT-bench are one task."""
     dialogue = read_dialogue(row)
     return replace(dialogue, category="mt_bench") if dialogue.category in MT_BENCH_CATEGORIES else dialogue
 

@@ -214,6 +214,5 @@ def _scorer(model: PreTrainedModel, what: str, states: str | None) -> LanguageMo
 
 
 def _state(model: PreTrainedModel) -> list[Any]:
-    """Return the storage, type and version of each weight, to detect changed weights."""
     versions = [0 if weight.is_inference() else weight._version for weight in model.parameters()]
     return [*versions, *((weight.data_ptr(), weight.dtype) for weight in model.parameters())]

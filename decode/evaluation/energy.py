@@ -166,7 +166,6 @@ class EnergyMeter:
         return Energy(self.source, joules, error, excess if excess >= 0 else None, watts, idle_watts, seconds, trials)
 
     def _run(self, work: Callable[[], float], seconds: float, pause: float = 0.0) -> _Window:
-        """Work for `seconds`, then until the counter changes."""
         clock, period = self._clock, self.timing.period
         begin = changed_at = clock()
         value, units, paused, pauses = self.joules(), 0.0, 0.0, 0

@@ -163,7 +163,6 @@ def _quantiles(values: Sequence[float]) -> dict[str, float] | None:
 
 
 def _interval(over_P: Floats, under_P: Floats) -> list[float] | None:
-    """Return the 95 % interval of the ratio of two sums over prompts."""
     ratio_R1 = resampled_ratios(over_P[:, None], under_P[:, None])
     interval = percentile_interval(None if ratio_R1 is None else ratio_R1[:, 0])
     return None if interval is None else list(interval)

@@ -171,7 +171,6 @@ class Summariser:
         }
 
     def _metrics(self, costs: _Entry, indices: Sequence[int]) -> dict[str, Any]:
-        """Return the metrics over all prompts, or over those of a category."""
         run, base = costs.run.select(indices), costs.base.select(indices)
         counts, greedy = total(run.tallies), costs.entry.sampling.greedy
         reference = self.runs.get(REFERENCE) if greedy else None

@@ -108,7 +108,6 @@ class LeanDecoder(LanguageModel):
         self._hold(model.config, embedding_VD, head, decoder, getattr(decoder, family.layers), is_int8(model))
 
     def _hold(self, config: Any, embedding: Any, head: Any, decoder: Any, layers: Iterable[Any], int8: bool) -> None:
-        """Store the weights in the layout of this forward, with the decoder's norm and `rotary_emb`."""
         self.config, self._family = config, FAMILIES[config.model_type]
         self.hidden_size = embedding.shape[1]
         self.max_positions = position_limit(config) or NO_LIMIT
@@ -188,7 +187,6 @@ class LeanDecoder(LanguageModel):
         return _Layer(in_D, qkv, norm_heads_O, out, attended_D, mlp_D, up, down, made_D)
 
     def _share(self, modules: Sequence[Any], whole: Product, order_O: Tensor | None = None) -> None:
-        """Let modules read the weights of their joined product, to save memory, if that is allowed."""
         if whole.few_rows is not None and (self._shares or is_shared(modules[0])):
             share(modules, whole.few_rows, order_O)
         elif whole.few_rows is None and order_O is None and len(modules) > 1 and not modules[0].weight.requires_grad:
@@ -206,7 +204,6 @@ class LeanDecoder(LanguageModel):
         return norm_D
 
     def _head_norms(self, attention: Any) -> Tensor | None:
-        """Return the weights of the norms of queries and keys, and ones for values."""
         if getattr(attention, "q_norm", None) is None:
             return None
         query_O, key_O = norm_weight(attention.q_norm), norm_weight(attention.k_norm)
@@ -294,7 +291,6 @@ class LeanDecoder(LanguageModel):
     def _through_layers(
         self, hidden_XD: Tensor, attends: Sequence[Callable[[int, Tensor], Tensor]]
     ) -> tuple[Tensor, list[Tensor]]:
-        """Run all layers with their attention functions, and return the output and the inputs of `aux_layers`."""
         given = list[Tensor]()
         for index, (layer, attend) in enumerate(zip(self._layers, attends, strict=True)):
             if index in self.aux_layers:
@@ -339,7 +335,6 @@ class LeanDecoder(LanguageModel):
     def _fused_attention(
         self, cache: KVCache, turns: Turns, mask_B1MS: Tensor | None, end: int
     ) -> Callable[[int, Tensor], Tensor]:
-        """Return the attention of `_attention` in GPU kernels."""
         fused = self._now
         assert isinstance(cache, IndexedCache)
         assert fused is not None
@@ -445,7 +440,6 @@ def _capped(x: Tensor, cap: float) -> Tensor:
 def _capped_attention(
     query_BHME: Tensor, key_BKSE: Tensor, value_BKSE: Tensor, *, cap: float, attn_mask: Tensor | None = None
 ) -> Tensor:
-    """Compute attention with capped scores, which torch does not support."""
     group = query_BHME.shape[1] // key_BKSE.shape[1]
     key_BHSE, value_BHSE = (each.repeat_interleave(group, 1) for each in (key_BKSE, value_BKSE))
     scores_BHMS = _capped(query_BHME @ key_BHSE.mT * query_BHME.shape[-1] ** -0.5, cap)

@@ -92,7 +92,6 @@ def wrap_model(
 
 
 def _graphed(wrapped: LanguageModel, model: PreTrainedModel) -> LanguageModel:
-    """Return the model with CUDA graphs if these give the same result, else unchanged."""
     if wrapped.layer_devices is not None:
         return wrapped
     graphed = GraphedModel(wrapped)

@@ -123,7 +123,6 @@ def best_beam(
 
 
 def _joint(logits_BMV: Tensor, scores_BM: Tensor, sampling: Sampling) -> Tensor:
-    """Return the joint log-probability of every continuation of every beam (unwarped at temperature 0)."""
     if sampling.greedy:
         return logits_BMV.float().log_softmax(-1) + scores_BM[..., None]
     return warp(logits_BMV, sampling).log() + scores_BM[..., None]

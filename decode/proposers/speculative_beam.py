@@ -151,7 +151,6 @@ class SpeculativeBeam(Proposer):
             row.look_up()
 
     def _best_continuations(self, row: _Row, reached: list[tuple[np.float32, int]]) -> list[_Sequence]:
-        """Return the drafter's most likely continuations of nodes that do not end a text."""
         candidates = [
             (score + p, parent, token)
             for score, parent in reached
@@ -192,7 +191,6 @@ class SpeculativeBeam(Proposer):
         nodes: list[list[int]],
         start: int = 0,
     ) -> None:
-        """Store the most likely continuations of nodes, of which `start` is the first that was run."""
         logits_BMV = state.model.logits(hidden_BMD).float()
         source = "the target's" if state is self._target else "the drafter's"
         top = logits_BMV.log_softmax(-1).topk(min(most, logits_BMV.shape[-1]), -1)

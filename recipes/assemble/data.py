@@ -173,7 +173,6 @@ def _prepare(section: DataSection, tokenizer: Any, identity: dict[str, Any], fol
 def _select_heldout(
     section: DataSection, heldout: list[Conversation], reports: list[CorpusReport]
 ) -> list[Conversation]:
-    """Return the conversations to evaluate on, of `heldout_source` or of the source."""
     if section.heldout_source is not None:
         part = SourceSection(source=section.heldout_source, limit=section.heldout_limit)
         heldout = list(_read_part(section, part, report := CorpusReport()))
@@ -233,7 +232,6 @@ def refuse_none(section: DataSection, reports: Sequence[CorpusReport]) -> None:
 
 
 def _require_conversations(section: DataSection, reports: list[CorpusReport], **options: Any) -> Iterator[Conversation]:
-    """Yield `training_conversations`; raise ValueError if there are none."""
     conversation = None
     for conversation in training_conversations(section, reports, **options):
         yield conversation

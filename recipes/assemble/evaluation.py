@@ -111,7 +111,6 @@ def open_recipe(recipe: EvaluateRecipe) -> LoadedPair:
 
 
 def _layers_read(drafters: Iterable[str]) -> tuple[int, ...]:
-    """Return the target's layers that drafters read; raise ValueError if they read different ones."""
     folders = [Path(locate_part(source, "drafter")) for source in drafters]
     read = {tuple(eagle_layers(folder)) for folder in folders if is_eagle(folder)}
     if len(read) > 1:

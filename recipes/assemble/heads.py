@@ -36,7 +36,6 @@ BASE = "base"
 
 
 def _check_launch(recipe: HeadsRecipe, task: HeadsTask, accelerator: Any) -> None:
-    """Raise ValueError if DeepSpeed would cast a target that is trained too to another dtype."""
     precision = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(recipe.train.precision)
     if recipe.base is not None and zero_stage(accelerator) and precision not in (None, task.target.dtype):
         name, cast = (str(dtype).removeprefix("torch.") for dtype in (task.target.dtype, precision))
@@ -114,7 +113,6 @@ def _make_task(recipe: HeadsRecipe, tokenizer: Any, prepared: Prepared, target: 
 
 
 def _drop_layers(target: Any) -> None:
-    """Drop the layers of a decoder, which take most of its memory."""
     decoder = target.get_decoder()
     for name, layers in [*decoder.named_children()]:
         if isinstance(layers, nn.ModuleList):

@@ -175,7 +175,6 @@ def _write_share(writers: Sequence[CacheWriter], make_rows: MakeRows, batch: int
 
 
 def _check_disk(part: _Part, writers: Sequence[CacheWriter]) -> None:
-    """Log the size of the cache; raise ValueError if the disk is too small for it."""
     needed = sum(writer.missing_bytes() for writer in writers)
     size, rows = sum(writer.rows * writer.row_bytes for writer in writers), sum(writer.rows for writer in writers)
     folder = part.folder.parent

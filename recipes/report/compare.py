@@ -60,7 +60,6 @@ def compare(names: Sequence[str], results: Sequence[Results]) -> Comparison:
 
 
 def _differences(first: str, name: str, one: Results, other: Results) -> list[str]:
-    """Return notes on the machine, settings, prompts and versions in which two results differ."""
     sides = (one, other)
     about = ("device", "name", "cores", "threads")
     facts: dict[str, list[Any]] = {

@@ -56,7 +56,6 @@ class ForgeRecipe(Section):
     @field_validator("temperature", "batch", mode="before")
     @classmethod
     def _as_list(cls, value: Any) -> Any:
-        """Accept a single number."""
         return value if isinstance(value, list) else [value]
 
     @model_validator(mode="after")

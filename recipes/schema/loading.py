@@ -229,7 +229,6 @@ def parse_recipe(
 
 
 def _set(values: dict[str, Any], path: str, value: Any) -> None:
-    """Set the value at a dotted path, creating missing sections."""
     node: Any = values
     *parents, last = path.split(".")
     for depth, key in enumerate(parents, 1):

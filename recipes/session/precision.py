@@ -56,7 +56,6 @@ def settle_precision(recipe: _Recipe) -> _Recipe:
 
 
 def _report_emulation(recipe: DrafterRecipe | HeadsRecipe, dtype: str) -> None:
-    """Log the slowdown of a recipe's data type on a machine that only emulates bfloat16."""
     precision = recipe.train.precision
     if not is_first() or (precision in ("no", "fp16") and dtype != "bfloat16"):
         return

@@ -126,7 +126,6 @@ class PackedForward(BaseForward):
         return getattr(self.config, "_attn_implementation", None) or "eager"
 
     def _clamp_positions(self, positions_BT: Tensor, documents_BT: Tensor) -> Tensor:
-        """Clamp positions of padding to the position embeddings. Raises ValueError if a document is too long."""
         if self._positions is None or positions_BT.shape[1] <= self._positions:
             return positions_BT
         longest = int(positions_BT[documents_BT != PADDING].amax()) + 1
@@ -168,7 +167,6 @@ class PackedForward(BaseForward):
         return {"attention_mask": self._convert_mask(batch.attention_mask_B1TT()), "position_ids": positions_BT}
 
     def _convert_mask(self, mask_B1TT: Tensor) -> Tensor:
-        """Convert a boolean mask to the form that the model's attention takes."""
         if self._kernel in ("sdpa", NAME):
             return mask_B1TT
         added_B1TT = torch.zeros(mask_B1TT.shape, dtype=self.model.dtype, device=mask_B1TT.device)
@@ -218,7 +216,6 @@ def _can_attend_by_document(model: Any) -> bool:
 
 
 def _separates_documents(forward: PackedForward) -> bool:
-    """Check that the second document of a block has the same states as without the first."""
     model = forward.model
     device = next(model.parameters()).device
     tokens_BT = torch.tensor([[1, 2, 3, 2, 1, 3, 2]], device=device) % model.get_input_embeddings().weight.shape[0]

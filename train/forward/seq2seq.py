@@ -140,7 +140,6 @@ def find_answers(labels_BT: np.ndarray, documents_BT: np.ndarray) -> np.ndarray:
 
 
 def _fill_rows(sizes_PK: np.ndarray, room_K: Sequence[int]) -> list[list[int]]:
-    """Return items by row: first-fit in descending order, by all K sizes."""
     free = np.empty((0, len(room_K)), dtype=np.int64)
     rows: list[list[int]] = []
     for item in np.lexsort(sizes_PK.T[::-1])[::-1].tolist():

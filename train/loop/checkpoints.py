@@ -178,7 +178,6 @@ class StateFolder:
             )
 
     def _gather(self) -> tuple[Mapping[str, Tensor] | None, dict[str, Any] | None]:
-        """Return weights and optimizer state. Sharded tensors are gathered in the main process only."""
         if zero_stage(self._accelerator):
             weights = gather_state(self._accelerator, self._module)
             return weights, gather_optimizer(self._accelerator, self._groups)
@@ -230,7 +229,6 @@ def data_fingerprint(data: Any) -> str:
 
 
 def _without_ties(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors without those that share memory with an earlier one."""
     first_names: dict[tuple[Any, ...], str] = {}
     for name, tensor in state.items():
         key = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)

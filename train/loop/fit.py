@@ -364,7 +364,6 @@ class _Run:
         raise Interrupted(number, message)
 
     def _keep_best(self, position: Position, report: Report) -> int:
-        """Load the best weights if they are not the last, and return their step."""
         if self.best is None or self.best[1] == position.step:
             return position.step
         if self.best[1] == 0:
@@ -403,7 +402,6 @@ class _Run:
 
 
 def _format_blocks(blocks: list[int]) -> str:
-    """Format block numbers, shortening long lists."""
     more = f" and {len(blocks) - _SHOWN_BLOCKS} more" if len(blocks) > _SHOWN_BLOCKS else ""
     return f"{blocks[:_SHOWN_BLOCKS]}{more}"
 

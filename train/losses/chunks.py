@@ -309,7 +309,6 @@ def _scale(loss_R: Tensor, grad_RF: Tensor, weight: float) -> tuple[Tensor, Tens
 
 
 def _sum(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Add up losses and gradients; the first gradient is overwritten."""
     (loss_R, grad_RF), *rest = parts
     for other_R, other_RF in rest:
         loss_R, grad_RF = loss_R + other_R, grad_RF.add_(other_RF)

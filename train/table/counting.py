@@ -113,7 +113,6 @@ class PairCounter(AbstractContextManager["PairCounter"]):
         self.close()
 
     def _fill(self, tokens_T: NDArray[Any], ends_C: Ints) -> None:
-        """Write the keys of pairs into the buffer, and send full buffers to the threads."""
         start, pairs = 0, len(tokens_T) - 1
         while start < pairs:
             end = min(start + len(self._keys_T) - self._num_buffered, pairs)

@@ -179,7 +179,6 @@ def stage_findings(
 
 
 def _changed_metrics(record: Stage, files: Stage, tolerance: float) -> str:
-    """Return the training metrics that the files do not reproduce, such as `acceptance 0.812 → 0.640`."""
     pairs = {"acceptance": (record.value, files.value)}
     if record.by_depth and files.by_depth:
         depths = zip(record.by_depth, files.by_depth, strict=False)

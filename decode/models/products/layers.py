@@ -163,7 +163,6 @@ def _address(tensor: Tensor | None) -> int:
 
 
 def _vectors(layer: Any) -> tuple[Tensor | None, ...]:
-    """Return the vectors that a layer adds or multiplies by, in the order of layers.c."""
     biases = (product.added_O for product in _products(layer))
     return layer.norm_in_D, layer.norm_mlp_D, *biases, layer.norm_heads_O, layer.norm_attended_D, layer.norm_made_D
 

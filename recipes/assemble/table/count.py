@@ -122,7 +122,6 @@ def claim(folder: Path, identity: dict[str, Any], stack: ExitStack) -> None:
 
 
 def _check_shared(folder: Path) -> None:
-    """Raise ValueError in all processes if one of them does not see the folder of counts."""
     from accelerate.utils import gather_object
 
     if not all(gather_object([(folder / IDENTITY).is_file()])):

@@ -265,7 +265,6 @@ def _check_target(target: str, stored: StoredHeads) -> int:
 
 
 def _heads_folder(source: str, unpickle: bool) -> Path:
-    """Return the directory of heads; only the files with the heads are downloaded from the hub."""
     path = find_local(source)
     if path is not None:
         return path

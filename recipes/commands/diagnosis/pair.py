@@ -98,7 +98,6 @@ def check_pair(
 
 
 def _measure(result: dict[str, Any], recipe: EvaluateRecipe, out: Path | None) -> None:
-    """Add the measured findings to a diagnosis, and write it to `out` or next to the recipe's results."""
     from .measure import measure_pair
 
     findings, about = measure_pair(recipe)

@@ -145,7 +145,6 @@ def _add_sampled(entries: list[Entry], parts: Parts) -> list[Entry]:
 
 
 def _drop_duplicates(entries: Sequence[Entry]) -> list[Entry]:
-    """Drop entries that decode like an earlier entry and differ only in their labels."""
     distinct: dict[str, Entry] = {}
     for entry in entries:
         distinct.setdefault(json.dumps([entry.method, entry.options, asdict(entry.sampling)], sort_keys=True), entry)

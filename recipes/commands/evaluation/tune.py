@@ -110,6 +110,5 @@ def rows_to_tune(recipe: EvaluateRecipe) -> tuple[dict[str, MethodSection], dict
 
 
 def _select_rows(recipe: EvaluateRecipe, rows: Sequence[MethodSection], out: Path) -> EvaluateRecipe:
-    """Return the evaluation of the baseline and some settings."""
     changes = {"methods": [MethodSection(method=BASELINE), *rows], "out": str(out), "energy": "off"}
     return recipe.model_copy(update=changes | {"compare_with_transformers": False})

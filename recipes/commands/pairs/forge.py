@@ -203,7 +203,6 @@ class _Forge:
         return _CERTIFYING * self._certified_tokens() * self.curve(1)
 
     def _compare_given(self) -> None:
-        """Measure the given drafters; leave out those that do not fit the target."""
         reader = self.recipe.engine or "draftsmith"
         for number, drafter in enumerate(dict.fromkeys(self.recipe.drafters), 1):
             try:
@@ -339,7 +338,6 @@ class _Forge:
             self._serve()
 
     def _tune(self, workload: Workload) -> list[Measurement]:
-        """Measure all settings on a few prompts, and the fastest ones on other prompts."""
         share, batch_seconds = BUDGET_SHARES["tune"] / 2, self._batch_seconds(workload)
         few, many = workload.batch * MIN_BATCHES, self._count_prompts(workload, share, 1 + MAX_FINALISTS)
         seconds, compared = share * self.seconds / len(self.workloads), self.compared[workload]

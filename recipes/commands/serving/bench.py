@@ -145,7 +145,6 @@ async def _send(
 
 
 def _warnings(models: Sequence[str | None], rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Return warnings about failed requests and differences between the servers."""
     warnings = []
     if len(set(models)) > 1:
         warnings.append(f"server and baseline report different models: {' and '.join(map(str, models))}")

@@ -169,7 +169,6 @@ def _rows(plan: Plan) -> Iterator[tuple[str, str, str]]:
 
 
 def _probe(run: Run, config: FitConfig, accelerator: Any, shares: int) -> Probe:
-    """Train for two steps of at most two micro batches, and measure the second step."""
     micro_batches = micro_steps(config.global_batch, config.micro_batch, accelerator.num_processes)
     tried = min(2, micro_batches)
     size = config.micro_batch * accelerator.num_processes * tried
@@ -197,7 +196,6 @@ def _probe(run: Run, config: FitConfig, accelerator: Any, shares: int) -> Probe:
 
 
 def _evaluation_steps(steps: int, every: int) -> set[int]:
-    """Return the steps after which a run evaluates: the last one, and multiples of `every`."""
     return {steps} | (set(range(0, steps + 1, every)) if every else set())
 
 

@@ -99,7 +99,6 @@ def _read(recipe: RegenerateRecipe, report: CorpusReport | None = None) -> Itera
 
 
 def _count(recipe: RegenerateRecipe, store: Store, stopping: Callable[[], bool]) -> int:
-    """Return and log the number of conversations that are not answered yet."""
     report, remaining = CorpusReport(), 0
     for key, _ in keyed(_read(recipe, report)):
         remaining += key not in store
@@ -263,6 +262,5 @@ class _Server:
         return Answer(text.removeprefix(" ") if self._spaced else text, "length" if finish == "length" else "stop")
 
     def _one_line(self, message: object) -> str:
-        """Return a message in one line of limited length, without the key, which some servers repeat."""
         text = str(message).replace(self._key, "…") if self._key else str(message)
         return redacted(" ".join(text.split()))[:500]
