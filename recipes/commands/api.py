@@ -39,8 +39,8 @@ def load_pair(
     A drafter is a draft model or EAGLE-3 heads; `heads` are those of Medusa or SLiM. `settings` are keys of the
     evaluation recipe, such as `dtype="int8"` or `device="cpu"`.
     """
-    given = {"target": target, "drafter": drafter, "heads": heads, "table": table, **settings}
-    return open_recipe(evaluate_recipe(None, [], given, "load_pair", ["autoregressive"]))
+    values = {"target": target, "drafter": drafter, "heads": heads, "table": table, **settings}
+    return open_recipe(evaluate_recipe(None, [], values, "load_pair", ["autoregressive"]))
 
 
 def generate(
@@ -65,11 +65,11 @@ def generate(
     ids = prompt_renderer(template, pair.tokenizer)([Turn(each["role"], each["content"]) for each in messages])
     limits = Limits(max_new_tokens, end_ids(pair.tokenizer, template, pair.model.generation_config))
     sampling = Sampling(temperature, top_k, top_p)
-    found = decode_prompt(
+    decoded = decode_prompt(
         pair.target, build_method(method, pair.parts, sampling, **options), sampling, seed, ids, limits
     )
-    text, speed = pair.tokenizer.decode(found.ids, skip_special_tokens=True), len(found.ids) / found.seconds
-    return Generation(text, found.ids, found.tally.tokens / found.tally.steps, speed)
+    text, speed = pair.tokenizer.decode(decoded.ids, skip_special_tokens=True), len(decoded.ids) / decoded.seconds
+    return Generation(text, decoded.ids, decoded.tally.tokens / decoded.tally.steps, speed)
 
 
 def methods() -> dict[str, dict[str, Any]]:
