@@ -53,7 +53,7 @@ def model_source(location: str, *, weights: bool = True) -> str:
     GGUF files are converted. `user/name@revision` and artifacts on the hub are downloaded, without `weights` only their
     configuration and tokenizer. Other hub ids are returned unchanged.
 
-    Raises ValueError: `resolve` raises it, or there is nothing at a path.
+    Raises ValueError as `resolve` does, and for a path that does not exist.
     """
     if split_revision(location)[1] is not None:
         return str(resolve(location) if weights else find_folder(location, SETTINGS_FILES))

@@ -96,7 +96,7 @@ def target_name(source: Source, options: ExportOptions) -> str | None:
 
 
 def needed_target(source: Source, options: ExportOptions, reason: str) -> str:
-    """Return the target's name. Raises ValueError, with the reason `reason`, if neither user nor manifest names it."""
+    """Return the target's name. Raises ValueError with this `reason` if neither user nor manifest names it."""
     name = target_name(source, options)
     if name is None:
         raise ValueError(f"{source.folder} does not name its target, but {reason}: pass --target")

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from ..heads.eagle import EagleHeads, load_eagle, save_eagle
 from ..heads.layouts import is_eagle
 from ..pairs.eagle import READERS, examine_eagle
-from ..pairs.sides import REFUSED, open_side
+from ..pairs.sides import REFUSED, read_model_info
 from ..pairs.speculation import SPECULATIVE_TOKENS
 from ..storage.names import WHOLE_FILES
 from .base import ExportOptions, Format, Source, check_same_tensors, needed_target
@@ -40,7 +40,7 @@ def _write(source: Source, folder: Path, options: ExportOptions) -> None:
 def check_eagle(source: Source, options: ExportOptions, readers: Collection[str]) -> list[str]:
     """Return a line per engine on how it reads EAGLE-3 heads. Raises ValueError if one refuses them."""
     target = needed_target(source, options, "the number of its layers is required")
-    diagnosis = examine_eagle(open_side(target, load_tokenizer), str(source.folder), source.folder)
+    diagnosis = examine_eagle(read_model_info(target, load_tokenizer), str(source.folder), source.folder)
     lines = []
     for name in readers:
         verdict = diagnosis.verdicts[name]

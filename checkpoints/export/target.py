@@ -19,7 +19,7 @@ from ..artifact.locate import SETTINGS_FILES, find_folder, model_source
 from ..artifact.model_ref import resolve_model, tokenizer_fingerprint
 from ..heads.logits import LogitShape
 from ..pairs.checks import check_pair
-from ..pairs.sides import open_side
+from ..pairs.sides import read_model_info
 from ..storage.messages import first_line
 from ..storage.names import TOKENIZER_FILES
 from ..storage.safe_read import read_json
@@ -114,7 +114,7 @@ def check_drafter(
     source: Source, folder: Path, target: str, consumers: Collection[str], also: Collection[str] = ()
 ) -> None:
     """Raise ValueError if engines refuse the drafter written to `folder` with its target."""
-    sides = open_side(target, load_tokenizer), open_side(str(folder), load_tokenizer)
+    sides = read_model_info(target, load_tokenizer), read_model_info(str(folder), load_tokenizer)
     check_pair(*sides, consumers, str(source.folder), _doctor(source, target), also)
 
 

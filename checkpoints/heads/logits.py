@@ -16,10 +16,10 @@ class LogitShape(NamedTuple):
 
     @classmethod
     def of(cls, config: Any) -> LogitShape:
-        """Return that of a decoder's configuration."""
+        """Return the shape of the logits for a decoder's configuration."""
         names = ("logit_scale", "lm_head_multiplier", "logits_scaling", "logits_mup_width_multiplier")
         first, second, granite, width = (getattr(config, name, None) or 1.0 for name in names)
-        if config.model_type.startswith("hyperclovax"):  # multiplies by what Granite divides by
+        if config.model_type.startswith("hyperclovax"):  # Granite divides by this value
             granite = 1 / granite
         caps = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
         softcap = next((float(getattr(config, name)) for name in caps if getattr(config, name, None)), None)

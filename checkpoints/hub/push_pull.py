@@ -64,7 +64,7 @@ def is_on_hub(repo: str) -> bool:
 
 
 def plan_push(artifact: Path, repo: str, card: Callable[[Manifest], str], *, private: bool = False) -> Plan:
-    """Check an artifact and the repository, and return the commit to make without making it.
+    """Check an artifact and the repository, and return the planned commit.
 
     Args:
         artifact: Folder of the artifact.

@@ -16,7 +16,7 @@ from ..storage.chat_templates import render_chat
 from ..storage.names import DRAFT_VOCABULARY
 from ..storage.places import find_local
 from ..verify.families import family_fault, is_stateful
-from .sides import REFUSED, Diagnosis, Effect, Finding, Side, refused, works_but
+from .sides import REFUSED, Diagnosis, Effect, Finding, ModelInfo, degrade, refuse
 
 LLAMA_CPP_SIZES = 128
 """Maximum difference of vocabulary sizes in llama.cpp."""
@@ -41,7 +41,7 @@ _LEARNED = "prompts use the target's tokenizer; a drafter trained with another o
 _TEMPLATE = "prompts use the target's chat template; a drafter trained with another one accepts less in chats"
 
 
-def examine(target: Side, drafter: Side) -> Diagnosis:
+def examine(target: ModelInfo, drafter: ModelInfo) -> Diagnosis:
     """Run all static checks of a target and a drafter."""
     checks = [_check_kind, _check_family, _check_sizes, _check_weights]
     if target.tokenizer is None or drafter.tokenizer is None:
@@ -54,7 +54,7 @@ def examine(target: Side, drafter: Side) -> Diagnosis:
 
 
 def check_pair(
-    target: Side, drafter: Side, consumers: Collection[str], name: str, fix: str, also: Collection[str] = ()
+    target: ModelInfo, drafter: ModelInfo, consumers: Collection[str], name: str, fix: str, also: Collection[str] = ()
 ) -> None:
     """Raise ValueError if an engine refuses a target and a drafter.
 
@@ -79,56 +79,56 @@ def check_pair(
         )
 
 
-def _check_kind(target: Side, drafter: Side) -> Iterator[Finding]:
+def _check_kind(target: ModelInfo, drafter: ModelInfo) -> Iterator[Finding]:
     names = ("decoder", "encoder-decoder")
     kinds = _describe_both(lambda model: names[bool(model.config.is_encoder_decoder)], target, drafter)
     if kinds[0] != kinds[1]:
-        effects = refused("both must be decoders, or both encoder-decoders")
+        effects = refuse("both must be decoders, or both encoder-decoders")
         yield Finding("kind of model", "target and drafter are of different kinds", *kinds, effects)
     elif kinds[0] == names[True]:
-        effects = refused("encoder-decoders are not supported as drafters", "vllm", "sglang", "llama.cpp")
+        effects = refuse("encoder-decoders are not supported as drafters", "vllm", "sglang", "llama.cpp")
         yield Finding("kind of model", "few engines draft with encoder-decoders", *kinds, effects)
 
 
-def _check_family(target: Side, drafter: Side) -> Iterator[Finding]:
+def _check_family(target: ModelInfo, drafter: ModelInfo) -> Iterator[Finding]:
     for model, name in ((target, "target"), (drafter, "drafter")):
         effects = dict[str, Effect]()
         if fault := family_fault(model.config):
-            effects = refused(fault, "draftsmith")
+            effects = refuse(fault, "draftsmith")
         elif model.config.model_type == "mpt":
-            effects = works_but("only methods that draft chains work with MPT's positions (ALiBi)", "draftsmith")
+            effects = degrade("only methods that draft chains work with MPT's positions (ALiBi)", "draftsmith")
         if is_stateful(model.config):
-            effects |= refused("assisted generation is not supported with stateful models", "transformers")
+            effects |= refuse("assisted generation is not supported with stateful models", "transformers")
         elif model is target and model.generation.use_cache is False:
-            effects |= refused("assisted generation requires `use_cache: true` for the target", "transformers")
+            effects |= refuse("assisted generation requires `use_cache: true` for the target", "transformers")
         if effects:
             of_target, of_drafter = (model.config.model_type if model is each else "" for each in (target, drafter))
             yield Finding("family", f"not all engines support the type of the {name}", of_target, of_drafter, effects)
 
 
-def _check_sizes(target: Side, drafter: Side) -> Iterator[Finding]:
+def _check_sizes(target: ModelInfo, drafter: ModelInfo) -> Iterator[Finding]:
     if target.vocab_size == drafter.vocab_size:
         return
     same = "both must have the same vocab_size"
-    effects = refused(f"{same}, unless `tokenizer` and `assistant_tokenizer` are passed", "transformers")
-    effects |= refused(f"{same} (or `use_heterogeneous_vocab`, which drafts greedily)", "vllm")
-    effects |= refused(same, "sglang")
-    effects |= refused(f"{same}; only `speculative` re-encodes drafts as text", "draftsmith")
+    effects = refuse(f"{same}, unless `tokenizer` and `assistant_tokenizer` are passed", "transformers")
+    effects |= refuse(f"{same} (or `use_heterogeneous_vocab`, which drafts greedily)", "vllm")
+    effects |= refuse(same, "sglang")
+    effects |= refuse(f"{same}; only `speculative` re-encodes drafts as text", "draftsmith")
     if (gap := abs(target.vocab_size - drafter.vocab_size)) > LLAMA_CPP_SIZES:
-        effects |= refused(f"sizes may differ by at most {LLAMA_CPP_SIZES}, but differ by {gap:,}", "llama.cpp")
+        effects |= refuse(f"sizes may differ by at most {LLAMA_CPP_SIZES}, but differ by {gap:,}", "llama.cpp")
     sizes = _describe_both(lambda model: f"{model.vocab_size:,} ({len(model.vocab):,} tokens)", target, drafter)
     yield Finding("vocab_size", "the vocabulary sizes of the configurations differ", *sizes, effects)
 
 
-def _check_weights(target: Side, drafter: Side) -> Iterator[Finding]:
+def _check_weights(target: ModelInfo, drafter: ModelInfo) -> Iterator[Finding]:
     for model, name in ((target, "target"), (drafter, "drafter")):
         for check, problem, value, effects in _weights_of(model, name):
             yield Finding(check, problem, *((value, "") if name == "target" else ("", value)), effects)
 
 
-def _weights_of(model: Side, name: str) -> Iterator[tuple[str, str, str, dict[str, Effect]]]:
+def _weights_of(model: ModelInfo, name: str) -> Iterator[tuple[str, str, str, dict[str, Effect]]]:
     if fault := model.weights_fault:
-        yield "weights", f"the {name} cannot be loaded", fault, refused(f"the {name}: {fault}", "draftsmith")
+        yield "weights", f"the {name} cannot be loaded", fault, refuse(f"the {name}: {fault}", "draftsmith")
     wrong = [
         f"{part} {rows:,}"
         for part, rows in (("embedding", model.rows), ("output layer", model.head_rows))
@@ -136,7 +136,7 @@ def _weights_of(model: Side, name: str) -> Iterator[tuple[str, str, str, dict[st
     ]
     if wrong:
         value = f"{', '.join(wrong)} rows, vocab_size {model.vocab_size:,}"
-        effects = refused(f"the {name} cannot be loaded")
+        effects = refuse(f"the {name} cannot be loaded")
         yield "rows", f"the weights and the configuration of the {name} disagree", value, effects
     if (
         model.manifest is not None
@@ -144,7 +144,7 @@ def _weights_of(model: Side, name: str) -> Iterator[tuple[str, str, str, dict[st
         and (faults := file_faults(model.folder, model.manifest))
     ):
         reason = "artifacts with changed files are not loaded"
-        effects = refused(reason, "draftsmith") if name == "drafter" else {}
+        effects = refuse(reason, "draftsmith") if name == "drafter" else {}
         yield "changed files", f"files of the {name} differ from its artifact.json", _list(faults), effects
 
 
@@ -156,16 +156,16 @@ def _list(texts: list[str]) -> str:
     return ", ".join(texts[:_SHOWN]) + (f" and {len(texts) - _SHOWN:,} more" if len(texts) > _SHOWN else "")
 
 
-def _check_tokenizers_exist(target: Side, drafter: Side) -> Iterator[Finding]:
+def _check_tokenizers_exist(target: ModelInfo, drafter: ModelInfo) -> Iterator[Finding]:
     values = _describe_both(lambda model: "none" if model.tokenizer is None else "one", target, drafter)
-    effects = refused("its converter requires tokenizer files in both folders", "llama.cpp")
+    effects = refuse("its converter requires tokenizer files in both folders", "llama.cpp")
     is_known = drafter.manifest is not None and drafter.manifest.tokenizer_fingerprint is not None
     if not (is_known and target.tokenizer is not None):
-        effects = works_but("it is unknown whether token ids have the same meaning for both") | effects
+        effects = degrade("it is unknown whether token ids have the same meaning for both") | effects
     yield Finding("tokenizer", "target or drafter has no tokenizer to compare", *values, effects)
 
 
-def _check_tokens(target: Side, drafter: Side) -> Iterator[Finding]:
+def _check_tokens(target: ModelInfo, drafter: ModelInfo) -> Iterator[Finding]:
     of_target, of_drafter = ({number: text for text, number in model.vocab.items()} for model in (target, drafter))
     differing = sorted(
         number for number in of_target.keys() | of_drafter.keys() if of_target.get(number) != of_drafter.get(number)
@@ -173,14 +173,14 @@ def _check_tokens(target: Side, drafter: Side) -> Iterator[Finding]:
     if not differing:
         return
     lossy = "drafts with such ids are rejected; the output stays lossless"
-    effects = works_but(f"only sizes are compared: {lossy}", "transformers", "vllm", "draftsmith")
-    effects |= refused("both tokenizers must have the same vocabulary (`get_vocab()`)", "sglang")
+    effects = degrade(f"only sizes are compared: {lossy}", "transformers", "vllm", "draftsmith")
+    effects |= refuse("both tokenizers must have the same vocabulary (`get_vocab()`)", "sglang")
     if has_other_fingerprint(target, drafter):
-        effects |= refused(_OTHER, "draftsmith")
+        effects |= refuse(_OTHER, "draftsmith")
     compared = range(LLAMA_CPP_FIRST, min(target.vocab_size, drafter.vocab_size))
     if (first := next((number for number in differing if number in compared), None)) is not None:
         reason = f"token texts must be equal from id {LLAMA_CPP_FIRST} on, but id {first} differs"
-        effects |= refused(reason, "llama.cpp")
+        effects |= refuse(reason, "llama.cpp")
     order = ", although both have the same tokens" if set(of_target.values()) == set(of_drafter.values()) else ""
     values = _describe_both(
         lambda model: _list([f"{number} {model.get(number)!r}" for number in differing]), of_target, of_drafter
@@ -188,42 +188,42 @@ def _check_tokens(target: Side, drafter: Side) -> Iterator[Finding]:
     yield Finding("token texts", f"{len(differing):,} ids have different tokens{order}", *values, effects)
 
 
-def has_other_fingerprint(target: Side, drafter: Side) -> bool:
+def has_other_fingerprint(target: ModelInfo, drafter: ModelInfo) -> bool:
     """Check if the drafter is an artifact that was made with another tokenizer than the target's."""
     made_with = drafter.manifest.tokenizer_fingerprint if drafter.manifest else None
     return None not in (made_with, target.tokenizer) and made_with != tokenizer_fingerprint(target.tokenizer)
 
 
-def _check_special_ids(target: Side, drafter: Side) -> Iterator[Finding]:
+def _check_special_ids(target: ModelInfo, drafter: ModelInfo) -> Iterator[Finding]:
     for name in ("bos", "eos"):
         of_target, of_drafter = (str(getattr(model.tokenizer, f"{name}_token_id")) for model in (target, drafter))
         if of_target != of_drafter:
             reason = f"engines use the target's {name}; a drafter trained with another one drafts that"
-            effects = works_but(reason, "transformers", "vllm", "sglang", "draftsmith")
+            effects = degrade(reason, "transformers", "vllm", "sglang", "draftsmith")
             if name in (*_added_ends(target.tokenizer), *_added_ends(drafter.tokenizer)):
-                effects |= refused(f"the {name} added to texts must be the same", "llama.cpp")
+                effects |= refuse(f"the {name} added to texts must be the same", "llama.cpp")
             yield Finding("special ids", f"the {name} tokens differ", of_target, of_drafter, effects)
 
 
-def _check_encoding(target: Side, drafter: Side) -> Iterator[Finding]:
+def _check_encoding(target: ModelInfo, drafter: ModelInfo) -> Iterator[Finding]:
     for text in _probes(target, drafter):
         of_target, of_drafter = _pieces(target.tokenizer, text), _pieces(drafter.tokenizer, text)
         if of_target != of_drafter:
             start = max(0, _common_prefix(of_target, of_drafter) - 1)
             values = tuple(" ".join(map(repr, pieces[start : start + 5])) for pieces in (of_target, of_drafter))
             problem = f"{_shorten(text)} is encoded differently"
-            yield Finding("encoding", problem, values[0], values[1], works_but(_LEARNED))
+            yield Finding("encoding", problem, values[0], values[1], degrade(_LEARNED))
             return
 
 
-def _probes(target: Side, drafter: Side) -> Iterator[str]:
+def _probes(target: ModelInfo, drafter: ModelInfo) -> Iterator[str]:
     yield from _TEXTS
     known = target.vocab.keys() & drafter.vocab.keys()
     added = [token.content for model in (target, drafter) for token in _tokenizer(model).added_tokens_decoder.values()]
     yield from (around.format(token) for token in dict.fromkeys(added) if token in known for around in _AROUND)
 
 
-def _tokenizer(model: Side) -> Any:
+def _tokenizer(model: ModelInfo) -> Any:
     return model.tokenizer
 
 
@@ -241,10 +241,10 @@ def _shorten(value: str) -> str:
     return text if len(text) <= 60 else text[:57] + "…"
 
 
-def _check_added_ends(target: Side, drafter: Side) -> Iterator[Finding]:
+def _check_added_ends(target: ModelInfo, drafter: ModelInfo) -> Iterator[Finding]:
     of_target, of_drafter = (_added_ends(model.tokenizer) for model in (target, drafter))
     if of_target != of_drafter:
-        effects = works_but(_LEARNED) | refused("both must add BOS or neither, and the same for EOS", "llama.cpp")
+        effects = degrade(_LEARNED) | refuse("both must add BOS or neither, and the same for EOS", "llama.cpp")
         values = _describe_both(lambda model: "adds " + (" and ".join(model) or "nothing"), of_target, of_drafter)
         yield Finding("bos and eos around a text", "the tokenizers add different tokens", *values, effects)
 
@@ -256,7 +256,7 @@ def _added_ends(tokenizer: Any) -> list[str]:
     return [name for name, is_added in adds.items() if is_added and len(ids) > len(bare)]
 
 
-def _check_chat_template(target: Side, drafter: Side) -> Iterator[Finding]:
+def _check_chat_template(target: ModelInfo, drafter: ModelInfo) -> Iterator[Finding]:
     if not all(getattr(model.tokenizer, "chat_template", None) for model in (target, drafter)):
         return
     try:
@@ -267,18 +267,18 @@ def _check_chat_template(target: Side, drafter: Side) -> Iterator[Finding]:
         same = _common_prefix(of_target, of_drafter)
         values = _describe_both(lambda text: _shorten(text[max(0, same - 12) : same + 28]), of_target, of_drafter)
         problem = f"the rendered conversations differ from character {same} on"
-        yield Finding("chat template", problem, *values, works_but(_TEMPLATE))
+        yield Finding("chat template", problem, *values, degrade(_TEMPLATE))
 
 
-def _check_context(target: Side, drafter: Side) -> Iterator[Finding]:
+def _check_context(target: ModelInfo, drafter: ModelInfo) -> Iterator[Finding]:
     effects = dict[str, Effect]()
     if _is_shorter(drafter.positions, target.positions):
         reason = f"texts longer than the drafter's {drafter.positions:,} positions are rejected or drafted poorly"
-        effects = works_but(reason, "transformers", "vllm", "sglang", "llama.cpp")
+        effects = degrade(reason, "transformers", "vllm", "sglang", "llama.cpp")
     limits = [model.limit for model in (drafter, target) if model.limit is not None]
     ends_early = any(_is_shorter(model.limit, model.positions) for model in (target, drafter))
     if ends_early or _is_shorter(drafter.limit, target.limit):
-        effects |= works_but(f"texts longer than {min(limits):,} tokens, including drafts, are rejected", "draftsmith")
+        effects |= degrade(f"texts longer than {min(limits):,} tokens, including drafts, are rejected", "draftsmith")
     if effects:
         values = _describe_both(lambda model: f"positions: {model.positions}, window: {model.window}", target, drafter)
         early = "texts are limited by a sliding window or by LongRoPE's change of factors"
@@ -289,22 +289,22 @@ def _is_shorter(drafter: int | None, target: int | None) -> bool:
     return drafter is not None and target is not None and drafter < target
 
 
-def _check_draft_vocabulary(target: Side, drafter: Side) -> Iterator[Finding]:
+def _check_draft_vocabulary(target: ModelInfo, drafter: ModelInfo) -> Iterator[Finding]:
     """Report a draft vocabulary in an artifact that was not exported, since other engines do not read it."""
     if (drafter.folder / DRAFT_VOCABULARY).is_file() and not (drafter.manifest and drafter.manifest.export):
         reason = f"it loads {DRAFT_VOCABULARY} as weights: use `draftsmith export`"
-        effects = refused(reason, "vllm")
+        effects = refuse(reason, "vllm")
         if drafter.manifest is None or "proposed_tokens" in drafter.manifest.shapes:
             reason = "it also drafts untrained tokens: use `draftsmith export`"
-            effects |= works_but(reason, "transformers", "sglang", "llama.cpp")
+            effects |= degrade(reason, "transformers", "sglang", "llama.cpp")
         problem = "only draftsmith supports the draft vocabulary of an artifact"
         yield Finding("draft vocabulary", problem, "", DRAFT_VOCABULARY, effects)
 
 
-def _check_fingerprint(target: Side, drafter: Side) -> Iterator[Finding]:
+def _check_fingerprint(target: ModelInfo, drafter: ModelInfo) -> Iterator[Finding]:
     """Report a manifest with another tokenizer fingerprint, unless the tokens themselves differ."""
     has_other_tokens = drafter.tokenizer is not None and drafter.vocab != target.vocab
     if has_other_fingerprint(target, drafter) and not has_other_tokens:
         assert drafter.manifest is not None
         expected, named = tokenizer_fingerprint(target.tokenizer), str(drafter.manifest.tokenizer_fingerprint)
-        yield Finding("fingerprint", _OTHER, f"{expected[:16]}…", f"{named[:16]}…", refused(_OTHER, "draftsmith"))
+        yield Finding("fingerprint", _OTHER, f"{expected[:16]}…", f"{named[:16]}…", refuse(_OTHER, "draftsmith"))

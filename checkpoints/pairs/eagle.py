@@ -17,7 +17,7 @@ from ..heads.published import SPECULATORS, trained_layers
 from ..storage.draft_vocabulary import TOKENS, check_tokens
 from ..storage.names import CONFIG_FILE, WHOLE_FILES
 from ..storage.safe_read import read_json
-from .sides import Diagnosis, Effect, Finding, Side, refused, works_but
+from .sides import Diagnosis, Effect, Finding, ModelInfo, degrade, refuse
 
 READERS = {
     "vllm": "vLLM 0.33, method eagle3",
@@ -49,7 +49,7 @@ def rotary_base(config: Config) -> float:
     return float(rope.get("rope_theta") or config.get("rope_theta") or 10_000)
 
 
-def examine_eagle(target: Side, source: str, folder: Path) -> Diagnosis:
+def examine_eagle(target: ModelInfo, source: str, folder: Path) -> Diagnosis:
     """Run all checks of EAGLE-3 heads in a folder and their target. Raises ValueError if layer ids are invalid."""
     config = read_json(folder / CONFIG_FILE)
     stored = load_file(folder / WHOLE_FILES[0]) if (folder / WHOLE_FILES[0]).is_file() else {}
@@ -70,69 +70,69 @@ def _layer_settings(config: Config) -> Config:
 
 def _form(config: Config, folder: Path, stored: Mapping[str, Any]) -> Iterator[Finding]:
     if SPECULATORS in config:
-        effects = refused("the speculators format is not supported", "sglang")
-        effects |= refused("convert it with `draftsmith import`", "draftsmith")
+        effects = refuse("the speculators format is not supported", "sglang")
+        effects |= refuse("convert it with `draftsmith import`", "draftsmith")
         problem = "the config is in the speculators format"
         yield Finding("form", problem, "", str(config[SPECULATORS]), effects)
     elif not any(name.startswith("midlayer.") for name in stored):
         reason = "rename the tensors with `draftsmith import`"
         value = next(iter(sorted(stored)), "no safetensors")
-        yield Finding("form", "the tensors have unknown names", "", value, refused(reason, "draftsmith"))
+        yield Finding("form", "the tensors have unknown names", "", value, refuse(reason, "draftsmith"))
     if _layer_settings(config).get("tie_word_embeddings", SPECULATORS not in config):
-        effects = works_but("the embeddings are used as the output layer: set tie_word_embeddings: false", "sglang")
+        effects = degrade("the embeddings are used as the output layer: set tie_word_embeddings: false", "sglang")
         yield Finding("tied", "the config ties the embeddings, or leaves it to defaults", "", "true", effects)
     if config.get(NORMED, SPECULATORS in config):
-        effects = works_but(f"{NORMED} is not supported, so the residual stream differs", "sglang")
+        effects = degrade(f"{NORMED} is not supported, so the residual stream differs", "sglang")
         yield Finding("norm", "the residual stream starts after the norm", "", f"{NORMED}: true", effects)
     if not (folder / WHOLE_FILES[0]).is_file():
-        effects = refused("only safetensors are read: convert it with `draftsmith import --unpickle`", "draftsmith")
+        effects = refuse("only safetensors are read: convert it with `draftsmith import --unpickle`", "draftsmith")
         yield Finding("weights", f"there is no {WHOLE_FILES[0]}", "", "", effects)
 
 
-def _layers(config: Config, trained: list[int], target: Side) -> Iterator[Finding]:
+def _layers(config: Config, trained: list[int], target: ModelInfo) -> Iterator[Finding]:
     if len(trained) != 3:
-        effects = refused(f"heads must read 3 layers, got {len(trained)}", "llama.cpp")
+        effects = refuse(f"heads must read 3 layers, got {len(trained)}", "llama.cpp")
         yield Finding("number of layers", "not all engines support this number", "3", str(len(trained)), effects)
     read = layers_by_engine(config, target.config.num_hidden_layers)
     wrong = {name: layers for name, layers in read.items() if layers != trained}
     if wrong:
         effects = dict[str, Effect]()
         for name, layers in wrong.items():
-            effects |= works_but(f"it reads layers {', '.join(map(str, layers))}, so the acceptance rate is low", name)
+            effects |= degrade(f"it reads layers {', '.join(map(str, layers))}, so the acceptance rate is low", name)
         if LAYER_IDS not in config:
-            effects |= refused(f"the config has no {LAYER_IDS}: use `draftsmith import`", "draftsmith")
+            effects |= refuse(f"the config has no {LAYER_IDS}: use `draftsmith import`", "draftsmith")
         problem = "engines read other layers from the config than the heads were trained on"
         of_engine, of_heads = (", ".join(map(str, layers)) for layers in (next(iter(wrong.values())), trained))
         yield Finding("layers", problem, of_engine, of_heads, effects)
 
 
-def _sizes(config: Config, target: Side) -> Iterator[Finding]:
+def _sizes(config: Config, target: ModelInfo) -> Iterator[Finding]:
     for name in ("hidden_size", "vocab_size"):
         of_target, of_heads = getattr(target.config, name), _layer_settings(config).get(name)
         if of_target != of_heads:
             reason = "the heads were trained for another target"
-            yield Finding(name, reason, str(of_target), str(of_heads), refused(reason, *READERS))
+            yield Finding(name, reason, str(of_target), str(of_heads), refuse(reason, *READERS))
     of_target, of_heads = rotary_base(vars(target.config)), rotary_base(_layer_settings(config))
     if of_target != of_heads:
         reason = "the base of rotary positions differs from the target's"
         yield Finding("rotary positions", reason, f"{of_target:,.0f}", f"{of_heads:,.0f}", {})
 
 
-def _vocabulary(config: Config, stored: Mapping[str, Any], target: Side) -> Iterator[Finding]:
+def _vocabulary(config: Config, stored: Mapping[str, Any], target: ModelInfo) -> Iterator[Finding]:
     if not stored:
         return
     rows = len(stored[HEAD]) if HEAD in stored else target.vocab_size
     named = config.get("draft_vocab_size") or target.vocab_size
     if rows != named:
         reason = "the size of the output layer differs from the config's"
-        yield Finding("draft vocabulary", reason, str(named), str(rows), refused(reason, *READERS))
+        yield Finding("draft vocabulary", reason, str(named), str(rows), refuse(reason, *READERS))
     if HEAD not in stored and config.get("draft_vocab_size") is not None:
         reason = "it drafts with a random output layer: set draft_vocab_size to null to use the target's"
         problem = "the files contain no output layer"
-        yield Finding("output layer", problem, "", f"draft_vocab_size: {named}", works_but(reason, "sglang"))
+        yield Finding("output layer", problem, "", f"draft_vocab_size: {named}", degrade(reason, "sglang"))
     if named < target.vocab_size and TOKENS not in stored:
         reason = "the files do not list the tokens of the output layer"
-        yield Finding("draft vocabulary", reason, "", f"no {TOKENS}", works_but(reason, *READERS))
+        yield Finding("draft vocabulary", reason, "", f"no {TOKENS}", degrade(reason, *READERS))
     if (ids_R := draft_tokens_in(stored)) is None:
         return
     known = [number for number, is_draft in enumerate(stored["t2d"].tolist()) if is_draft] if "t2d" in stored else None
@@ -142,5 +142,5 @@ def _vocabulary(config: Config, stored: Mapping[str, Any], target: Side) -> Iter
     except ValueError as error:
         wrong = str(error)
     if wrong:
-        effects = works_but("it drafts other tokens than it was trained on", *READERS)
+        effects = degrade("it drafts other tokens than it was trained on", *READERS)
         yield Finding("draft vocabulary", f"{TOKENS} does not contain offsets of the ids", "", wrong, effects)

@@ -20,7 +20,7 @@ from ..artifact.model_ref import target_record, tokenizer_fingerprint
 from ..storage.names import DRAFT_VOCABULARY, MANIFEST_FILE, TOKENIZER_FILES
 from ..storage.safe_read import copy_files, read_json
 from ..verify.model_files import base_of, is_adapter, load_config, load_language_model, with_adapter
-from .sides import Side
+from .sides import ModelInfo
 from .speculation import write_settings
 
 NEVER = -1e4
@@ -29,7 +29,7 @@ _LICENCES = ("LICENSE*", "NOTICE*")
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
-def repair(target: Side, drafter: Side, out: Path, command: str) -> list[str]:
+def repair(target: ModelInfo, drafter: ModelInfo, out: Path, command: str) -> list[str]:
     """Write a copy of a drafter with the target's tokenizer and vocabulary rows to `out`, as an artifact.
 
     Args:
@@ -82,7 +82,7 @@ def repair(target: Side, drafter: Side, out: Path, command: str) -> list[str]:
     return done
 
 
-def _load_model(drafter: Side, rows: int) -> Any:
+def _load_model(drafter: ModelInfo, rows: int) -> Any:
     if is_adapter(drafter.folder):
         return with_adapter(drafter.folder, partial(load_language_model, dtype="auto"))
     config = load_config(drafter.source)
@@ -90,7 +90,7 @@ def _load_model(drafter: Side, rows: int) -> Any:
     return load_language_model(drafter.source, config=config, dtype="auto")
 
 
-def _match_rows(target: Side, drafter: Side) -> tuple[list[int | None], list[int], int]:
+def _match_rows(target: ModelInfo, drafter: ModelInfo) -> tuple[list[int | None], list[int], int]:
     """Return the drafter's row for each row of the target, its rows with a token, and its number of rows."""
     if target.tokenizer is None or drafter.tokenizer is None:
         raise ValueError(f"{target.source} and {drafter.source} must both have a tokenizer to match rows by")
@@ -138,7 +138,7 @@ def arrange_rows(old_VX: Tensor, rows: Sequence[int | None], used: Sequence[int]
     return new_VX
 
 
-def _write_ids(target: Side, drafter: Side, folder: Path) -> None:
+def _write_ids(target: ModelInfo, drafter: ModelInfo, folder: Path) -> None:
     starts = ("decoder_start_token_id",) if drafter.config.is_encoder_decoder else ()
     for name, settings in (("config.json", target.config), ("generation_config.json", target.generation)):
         values = read_json(folder / name) if (folder / name).is_file() else {}

@@ -50,12 +50,12 @@ class Effect:
     reason: str
 
 
-def refused(reason: str, *consumers: str) -> dict[str, Effect]:
+def refuse(reason: str, *consumers: str) -> dict[str, Effect]:
     """Return the effects of a finding for which engines (by default all) refuse the pair."""
     return dict.fromkeys(consumers or CONSUMERS, Effect(REFUSED, reason))
 
 
-def works_but(reason: str, *consumers: str) -> dict[str, Effect]:
+def degrade(reason: str, *consumers: str) -> dict[str, Effect]:
     """Return the effects of a finding with which engines (by default all) decode less well."""
     return dict.fromkeys(consumers or CONSUMERS, Effect(BUT, reason))
 
@@ -131,8 +131,8 @@ class Diagnosis:
 
 
 @dataclass(frozen=True)
-class Side:
-    """Target or drafter."""
+class ModelInfo:
+    """Description of a target or drafter, read from its files."""
 
     source: str
     """Folder or hub id as given."""
@@ -175,7 +175,7 @@ class Side:
         return position_limit(self.config)
 
 
-def open_side(source: str, load_tokenizer: Callable[[str], Any]) -> Side:
+def read_model_info(source: str, load_tokenizer: Callable[[str], Any]) -> ModelInfo:
     """Read the description of a target or a drafter.
 
     Args:
@@ -190,7 +190,7 @@ def open_side(source: str, load_tokenizer: Callable[[str], Any]) -> Side:
     has_tokenizer = any((folder / name).is_file() for name in TOKENIZER_FILES if name.startswith(("tok", "voc", "spi")))
     tokenizer = load_tokenizer(str(folder)) if has_tokenizer else None
     if is_adapter(folder):
-        base = open_side(base_of(folder), load_tokenizer)
+        base = read_model_info(base_of(folder), load_tokenizer)
         return replace(base, source=source, folder=folder, manifest=manifest, tokenizer=tokenizer or base.tokenizer)
     if manifest is not None and manifest.kind not in ("drafter", "target"):
         raise ValueError(f"{source} is of kind {manifest.kind!r}, expected a draft or target model")
@@ -210,7 +210,7 @@ def open_side(source: str, load_tokenizer: Callable[[str], Any]) -> Side:
     except UNLOADABLE as error:
         raise ValueError(f"{source}: no model can be built from the configuration: {first_line(error)}") from error
     fault = "" if find_local(source) is None else weights_fault(folder)
-    return Side(source, folder, config, generation, tokenizer, rows, head_rows, manifest, fault)
+    return ModelInfo(source, folder, config, generation, tokenizer, rows, head_rows, manifest, fault)
 
 
 def _rows(config: Any, shapes: dict[str, tuple[int, ...]]) -> tuple[int | None, int | None]:

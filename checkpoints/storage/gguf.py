@@ -53,7 +53,7 @@ def gguf_file(location: str | Path) -> Path:
             raise ValueError(f"{location}: the package {package!r} is not installed: {install}")
         location = f"{spec.submodule_search_locations[0]}/{name}"
     if not (file := Path(location).expanduser()).is_file():
-        raise ValueError(f"there is no file {location}")
+        raise ValueError(f"file {location} does not exist")
     return file
 
 
@@ -78,17 +78,17 @@ def read_gguf(file: Path) -> Any:
     try:
         from gguf import GGUFReader
     except ImportError as error:
-        raise ValueError(f"{file}: GGUF files need the package gguf: {install_hint('gguf')}") from error
+        raise ValueError(f"{file}: GGUF files require the package gguf: {install_hint('gguf')}") from error
 
     class Reader(GGUFReader):
-        """Reader that takes its million slices of a plain array: those of `numpy.memmap` cost four times as much."""
+        """Reader that slices a plain array, which is four times faster than slicing `numpy.memmap`."""
 
         data = property(lambda self: self.plain, lambda self, data: setattr(self, "plain", data.view(np.ndarray)))
 
     try:
         return Reader(file)
     except (OSError, ValueError, LookupError) as error:
-        raise ValueError(f"{file} is no GGUF file that can be read here: {first_line(error)}") from error
+        raise ValueError(f"{file} is not a supported GGUF file: {first_line(error)}") from error
 
 
 def convert_gguf(file: Path, folder: Path, dtype: str = "auto", progress: Progress | None = None) -> None:
@@ -98,7 +98,7 @@ def convert_gguf(file: Path, folder: Path, dtype: str = "auto", progress: Progre
         file: GGUF file.
         folder: Output folder.
         dtype: Type of the weights; auto: bfloat16 where the file is quantised or holds bfloat16, otherwise float32.
-        progress: Called with the number of tensors written, and of all.
+        progress: Called with the number of tensors written and the total.
 
     Raises:
         ValueError: The file cannot be read, or transformers does not support the model or its pre-tokenizer.
@@ -108,7 +108,7 @@ def convert_gguf(file: Path, folder: Path, dtype: str = "auto", progress: Progre
     from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
 
     if dtype != "auto" and f"torch.{dtype}" not in _SAFETENSORS:
-        raise ValueError(f"dtype is {dtype!r}: expected auto, float32, bfloat16 or float16")
+        raise ValueError(f"dtype must be auto, float32, bfloat16 or float16, got {dtype!r}")
     reader = read_gguf(file)
     dtype = _dtype_of(reader) if dtype == "auto" else dtype
     options: dict[str, Any] = {"gguf_file": file.name}
@@ -131,12 +131,12 @@ def convert_gguf(file: Path, folder: Path, dtype: str = "auto", progress: Progre
             options |= {"dtype": model.dtype, "output_loading_info": True}
             loaded, report = AutoModelForCausalLM.from_pretrained(file.parent, **options)
             if report["missing_keys"]:
-                raise ValueError(f"it lacks {sorted(report['missing_keys'])[0]}")
+                raise ValueError(f"tensor {sorted(report['missing_keys'])[0]} is missing")
             model.load_state_dict(loaded.state_dict(), assign=True)
             model.tie_weights()
             model.save_pretrained(folder)
     except (OSError, ValueError, KeyError, IndexError, RuntimeError) as error:
-        raise ValueError(f"{file} is no GGUF file that can be read here: {first_line(error)}") from error
+        raise ValueError(f"{file} is not a supported GGUF file: {first_line(error)}") from error
     if split.get("model") == "gpt2":
         _set_splitting(tokenizer.backend_tokenizer, split.get("pre", "default"), file)
     model.config.architectures = [type(model).__name__]
@@ -147,7 +147,7 @@ def convert_gguf(file: Path, folder: Path, dtype: str = "auto", progress: Progre
 
 @contextmanager
 def _reuse_reader(reader: Any) -> Iterator[None]:
-    """Have transformers use a parsed file: it parses the file for each thing that it reads, in ten seconds."""
+    """Make transformers reuse a parsed file, which it would otherwise parse several times, in ten seconds each."""
     import gguf
 
     original = gguf.GGUFReader
@@ -164,7 +164,7 @@ def _dtype_of(reader: Any) -> str:
 
 
 def _names_of(reader: Any, model: Any, processor: Any) -> dict[str, str]:
-    """Return the model's names of a file's tensors by the file's; empty where the model has others."""
+    """Return the model's tensor names by those of the file; empty if they do not match."""
     from transformers.modeling_gguf_pytorch_utils import get_gguf_hf_weights_map
 
     try:
@@ -199,15 +199,14 @@ def _stream(
             (value,) = parsed.values() if processed.name is None else [torch.from_numpy(processed.weights)]
             expected = weights[names[tensor.name]]
             if value.shape != expected.shape:
-                sizes = f"{list(value.shape)}, and its configuration asks for {list(expected.shape)}"
-                raise ValueError(f"{tensor.name} has shape {sizes}")
+                raise ValueError(f"{tensor.name} has shape {list(value.shape)}, expected {list(expected.shape)}")
             out.write(value.to(expected.dtype).contiguous().view(torch.uint8).numpy().data)
             if progress:
                 progress(number + 1, len(tensors))
 
 
 def _dequantise(tensor: Any) -> Any:
-    """Return a tensor of a file in float32, some rows at a time: whole ones take several times their memory."""
+    """Return a tensor of a file in float32, dequantised in parts to limit memory."""
     from gguf.quants import dequantize
 
     rows = tensor.data.reshape(-1, tensor.data.shape[-1])
@@ -231,6 +230,6 @@ def _set_splitting(backend: Any, name: str, file: Path) -> None:
     known = _GPT2 | _SINGLE_DIGITS | set(getattr(gguf_tokenizer_mapping, "GGUF_PRE_TOKENIZER_SPLITS", ()))
     if name not in known:
         raise ValueError(
-            f"{file}: its tokenizer splits text by rule {name!r} (tokenizer.ggml.pre), which is not known "
-            f"here.{did_you_mean(name, known)} Take the model's own tokenizer.json instead"
+            f"{file}: unknown pre-tokenizer {name!r} (tokenizer.ggml.pre).{did_you_mean(name, known)} Use the model's "
+            "tokenizer.json instead"
         )

@@ -81,11 +81,13 @@ def forge(
     target: Annotated[str, typer.Argument(help="Directory or hub id of a model, or a GGUF file.")],
     overrides: Overrides = None,
     hours: Annotated[float | None, typer.Option(help="Time budget in hours (default: 2).")] = None,
-    more_hours: Annotated[float | None, typer.Option(help="Continue the training of the chosen drafter.")] = None,
+    more_hours: Annotated[float | None, typer.Option(help="Additional hours to train the chosen drafter.")] = None,
     prompts: Annotated[list[str] | None, typer.Option(help="JSONL file with prompts of your workload.")] = None,
-    drafter: Annotated[list[str] | None, typer.Option(help="Existing drafter to try too; repeat for more.")] = None,
+    drafter: Annotated[list[str] | None, typer.Option(help="Existing drafter to include; repeat for more.")] = None,
     batch: Annotated[str | None, typer.Option(help="Batch sizes to optimise for, such as 1,8 (default: 1).")] = None,
-    temperature: Annotated[str | None, typer.Option(help="Temperatures to optimise for, such as 0,1.")] = None,
+    temperature: Annotated[
+        str | None, typer.Option(help="Temperatures to optimise for, such as 0,1 (default: 0).")
+    ] = None,
     engine: Annotated[str | None, typer.Option(help="Serving engine: vllm, sglang or llama.cpp.")] = None,
     out: Annotated[str | None, typer.Option(help="Output directory.")] = None,
     plan: Annotated[bool, typer.Option("--plan", help="Print the plan and exit.")] = False,
@@ -219,7 +221,7 @@ def import_(
 
 @app.command()
 def regenerate(recipe: RecipeName, overrides: Overrides = None) -> None:
-    """Replace the answers of a corpus with the target's own.
+    """Replace the answers of a corpus with responses of the target.
 
     The answers are decoded by this engine or by a server. Example: `regenerate regenerate/vicuna-7b
     source=sharegpt.json out=answers.jsonl`. An interrupted run resumes.

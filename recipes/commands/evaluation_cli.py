@@ -102,7 +102,7 @@ def evaluate(
 
 def bench(
     source: Annotated[
-        str | None, typer.Argument(help="Folder of an export (with --engine), or a recipe's file or name.")
+        str | None, typer.Argument(help="Directory of an export (with --engine), or recipe file or name.")
     ] = None,
     overrides: Overrides = None,
     server: Annotated[str | None, typer.Option(help="Base URL of the server, such as http://host:8000/v1.")] = None,
@@ -111,13 +111,15 @@ def bench(
         str | None, typer.Option(help="Start this engine (vllm, sglang, llama.cpp) with the export, and once without.")
     ] = None,
     serve: Annotated[
-        bool, typer.Option("--serve", help="With --engine: only start it, and leave it running until Ctrl-C.")
+        bool, typer.Option("--serve", help="With --engine: only start it, and keep it running until Ctrl-C.")
     ] = False,
     target: Annotated[str | None, typer.Option(help="With --engine: target model (default: the export's).")] = None,
     speculative_tokens: Annotated[
         int | None, typer.Option(min=1, max=64, help="With --engine: draft tokens per step (default: the export's).")
     ] = None,
-    port: Annotated[int, typer.Option(min=1, max=65534, help="With --engine: first port.")] = 8000,
+    port: Annotated[
+        int, typer.Option(min=1, max=65534, help="With --engine: first of two ports (default: 8000).")
+    ] = 8000,
     engine_options: EngineOptions = "",
     prompts: Annotated[str | None, typer.Option(help="Known prompt set, file, folder or hub id.")] = None,
     concurrency: Concurrency = None,

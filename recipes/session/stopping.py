@@ -11,7 +11,7 @@ from .terminal import Advance, bar, log
 
 
 class Stoppable(StopSignals):
-    """Handler of signals that end the command `title` between two steps; `further` ends the message."""
+    """Handler of signals that stop the command `title` after the current step; `further` is appended to the message."""
 
     def __init__(self, title: str, further: str = "; the same command resumes from here") -> None:
         super().__init__()

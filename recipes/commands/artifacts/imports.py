@@ -19,7 +19,7 @@ from ....checkpoints.heads.layouts import StoredHeads, holds_heads, read_heads, 
 from ....checkpoints.heads.published import is_published_eagle, read_published
 from ....checkpoints.hub.push_pull import pull
 from ....checkpoints.pairs.checks import check_pair
-from ....checkpoints.pairs.sides import WEIGHTS, open_side
+from ....checkpoints.pairs.sides import WEIGHTS, read_model_info
 from ....checkpoints.storage.atomic import atomic_dir
 from ....checkpoints.storage.gguf import convert_gguf, gguf_file, is_gguf
 from ....checkpoints.storage.names import (
@@ -71,11 +71,11 @@ def import_published(
     check_new(out)
     if is_gguf(source):
         if target is not None:
-            raise ValueError(f"--target {target}: {source} becomes a plain model, which is for no other model")
+            raise ValueError(f"--target {target} does not apply to {source}, which becomes a plain model: remove it")
         import_gguf(gguf_file(source), out, dtype or "auto")
         return
     if dtype is not None:
-        raise ValueError(f"--dtype {dtype} is for GGUF files; the weights of {source} are copied as they are")
+        raise ValueError(f"--dtype {dtype} applies to GGUF files only, not to {source}: remove it")
     folder = find_folder(source, [MANIFEST_FILE, CONFIG_FILE, ADAPTER_CONFIG, "*.index.json", HEADS_FILE])
     if find_local(source) is None and (folder / MANIFEST_FILE).is_file():
         manifest, commit = pull(source, out)
@@ -89,7 +89,7 @@ def import_published(
         import_heads(source, out, target, unpickle=unpickle, states=states)
         return
     if states is not None:
-        raise ValueError(f"--states is for heads, and {source} holds a model")
+        raise ValueError(f"--states applies to Medusa heads only, but {source} is a model: remove it")
     import_drafter(source, folder, out, target, unpickle=unpickle)
 
 
@@ -125,12 +125,12 @@ def import_drafter(source: str, folder: Path, out: Path, target: str | None, *, 
     """
     check_new(out)
     if target is None:
-        raise ValueError(f"say with --target which model {source} drafts for")
+        raise ValueError(f"the target of {source} is missing: pass --target")
     if (folder / MANIFEST_FILE).is_file():
-        raise ValueError(f"{source} is an artifact already, and used as it is")
-    target_model = open_side(target, load_tokenizer)
+        raise ValueError(f"{source} is already an artifact, which needs no import")
+    target_model = read_model_info(target, load_tokenizer)
     with _whole_model(source, folder, unpickle=unpickle) as whole:
-        drafter = open_side(str(whole), load_tokenizer)
+        drafter = read_model_info(str(whole), load_tokenizer)
         fix = shlex.join(["draftsmith", "doctor", target, source, "--fix", "OUT"])
         check_pair(target_model, drafter, ("draftsmith",), source, fix)
         fingerprint = None if drafter.tokenizer is None else tokenizer_fingerprint(drafter.tokenizer)
@@ -160,11 +160,11 @@ def _whole_model(source: str, folder: Path, *, unpickle: bool) -> Iterator[Path]
         whole = Path(temporary)
         if is_adapter(folder):
             base = base_of(folder)
-            log(f"{source} is a LoRA adapter: it is merged into its model, {base}")
+            log(f"merging the LoRA adapter {source} into {base}")
             load_model(str(folder)).save_pretrained(whole)
             copy_files(find_folder(base, _SMALL), whole, _SMALL)
         elif not unpickle:
-            raise ValueError(f"{source} has no safetensors weights ({WEIGHTS}); pickled ones need --unpickle")
+            raise ValueError(f"{source} has no safetensors weights ({WEIGHTS}): use --unpickle for pickled ones")
         else:
             config, safe = load_config(folder), {"weights_only": True, "trust_remote_code": False}
             try:
@@ -196,8 +196,8 @@ def import_heads(
     for disagreement in stored.disagreements:
         log(f"warning: {disagreement}")
     if target is None and not stored.whole_model:
-        named = f"; their config names {stored.base_model!r}" if stored.base_model else ""
-        raise ValueError(f"say with --target which model the heads in {source} are for{named}")
+        named = f" (their config names {stored.base_model!r})" if stored.base_model else ""
+        raise ValueError(f"the target of the heads in {source} is missing: pass --target{named}")
     target = target or source  # heads that were trained jointly with a model (Medusa-2) belong to it
     vocab_size = _check_target(target, stored)
     heads = stored.build(vocab_size)
@@ -218,9 +218,9 @@ def import_heads(
 def _import_eagle(source: str, out: Path, target: str | None, states: str | None, *, unpickle: bool) -> None:
     """Write an artifact of kind heads from EAGLE-3 heads, which may be in the format of speculators."""
     if target is None:
-        raise ValueError(f"say with --target which model the EAGLE-3 heads in {source} are for")
+        raise ValueError(f"the target of the EAGLE-3 heads in {source} is missing: pass --target")
     if states is not None:
-        raise ValueError(f"--states is for Medusa's heads, and {source} holds EAGLE-3's, which read inner layers")
+        raise ValueError(f"--states applies to Medusa heads only, but {source} contains EAGLE-3 heads: remove it")
     names = [CONFIG_FILE, WHOLE_FILES[0], *([PICKLED_WHOLE_FILES[0]] if unpickle else [])]
     config = load_config(target).get_text_config(decoder=True)
     embedding_VD = read_tensor(target, "model.embed_tokens.weight")
@@ -240,7 +240,7 @@ def _import_eagle(source: str, out: Path, target: str | None, states: str | None
         training={"imported_from": source},
         command=typed_command(),
     )
-    log(f"heads: wrote {out}, which read layers {', '.join(map(str, heads.layers))}; `draftsmith doctor` has the rest")
+    log(f"heads: wrote {out} for layers {', '.join(map(str, heads.layers))}; check them with `draftsmith doctor`")
 
 
 def _record_target(target: str) -> dict[str, str | None]:
@@ -251,7 +251,7 @@ def _record_target(target: str) -> dict[str, str | None]:
 def _check_target(target: str, stored: StoredHeads) -> int:
     config = load_config(target)
     if config.is_encoder_decoder:
-        raise ValueError(f"the target {target} is an encoder-decoder; heads are for decoders")
+        raise ValueError(f"heads require a decoder, but the target {target} is an encoder-decoder")
     text = config.get_text_config(decoder=True)
     sizes = {"hidden_size": stored.hidden_size}
     # heads without their own projection use the target's vocabulary, whatever their config says
@@ -260,7 +260,7 @@ def _check_target(target: str, stored: StoredHeads) -> int:
     for name, size in sizes.items():
         if getattr(text, name, None) != size:
             expected = getattr(text, name, None)
-            raise ValueError(f"{name} of the heads in {stored.path} is {size}, of the target {target} {expected}")
+            raise ValueError(f"{name} of the heads in {stored.path} is {size}, but the target {target} has {expected}")
     return int(text.vocab_size)
 
 
@@ -275,5 +275,5 @@ def _heads_folder(source: str, unpickle: bool) -> Path:
         shards = list(shards_of_heads(folder / index)) if (folder / index).is_file() else []
         folder = fetch(repo, [glob.escape(shard) for shard in shards] or [whole], revision)
         if not any((folder / name).is_file() for name in (whole, index)):
-            raise ValueError(f"{source} on the hub holds no heads in safetensors; {PICKLED_FILE} needs --unpickle")
+            raise ValueError(f"{source} on the hub has no heads in safetensors: use --unpickle for {PICKLED_FILE}")
     return folder

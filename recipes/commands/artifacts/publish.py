@@ -19,7 +19,7 @@ from ...session.terminal import log
 def evidence_of(
     artifact: Path, manifest: Manifest, licence: str | None = None, results: Path | None = None
 ) -> Evidence:
-    """Return the evidence for the card of an artifact; raise ValueError if the results are of other files."""
+    """Return the evidence for the card of an artifact; raise ValueError if the results are for other files."""
     licences, datasets = {}, dict[str, None]()
     for source in data_sources(manifest):
         corpus = None if source["hub"] is None else find_corpus(source["hub"])

@@ -16,9 +16,9 @@ def doctor(
         str | None, typer.Argument(metavar="[TARGET_OR_ARTIFACT]", help="Directory or hub id (default: this machine).")
     ] = None,
     draft: Annotated[str | None, typer.Argument(help="Drafter, heads or table for the target.")] = None,
-    fix: Annotated[Path | None, typer.Option(help="Write a drafter that fits to this new directory.")] = None,
+    fix: Annotated[Path | None, typer.Option(help="Write a repaired drafter to this new directory.")] = None,
     prompts: Annotated[
-        str | None, typer.Option(help="Evaluation set, file or hub id; also measure where acceptance is lost on it.")
+        str | None, typer.Option(help="Evaluation set, file or hub id on which to measure where acceptance is lost.")
     ] = None,
     results: Annotated[
         list[Path] | None,
@@ -28,7 +28,7 @@ def doctor(
         Path | None, typer.Option(help="With --prompts: diagnosis file (.json; default: runs/evaluate/NAME).")
     ] = None,
     overrides: Annotated[
-        list[str] | None, typer.Option("--set", help="With --prompts: key=value, such as limit=20.")
+        list[str] | None, typer.Option("--set", help="With --prompts: evaluation settings, such as limit=20.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a pair's findings as JSON.")] = False,
 ) -> None:

@@ -24,7 +24,7 @@ from ....checkpoints.heads.published import is_published_eagle
 from ....checkpoints.pairs.checks import examine
 from ....checkpoints.pairs.eagle import examine_eagle
 from ....checkpoints.pairs.repair import repair
-from ....checkpoints.pairs.sides import REFUSED, WEIGHTS, WORKS, Diagnosis, open_side
+from ....checkpoints.pairs.sides import REFUSED, WEIGHTS, WORKS, Diagnosis, read_model_info
 from ....checkpoints.storage.atomic import atomic_text, check_writable
 from ....checkpoints.storage.names import MANIFEST_FILE
 from ....data.prompts import load_questions
@@ -74,7 +74,7 @@ def check_pair(
     with redirect_stdout(sys.stderr):  # standard output is for results only
         if fix is not None:
             command = shlex.join(["draftsmith", "doctor", target, drafter, "--fix", str(fix)])
-            sides = (open_side(target, load_tokenizer), open_side(drafter, load_tokenizer))
+            sides = (read_model_info(target, load_tokenizer), read_model_info(drafter, load_tokenizer))
             for line in repair(*sides, fix, command):
                 log(f"doctor: {fix}: {line}")
             drafter = str(fix)
@@ -115,8 +115,8 @@ def _to_text(result: dict[str, Any]) -> str:
 def _check_files(target: str, drafter: str, is_eagle: bool) -> Diagnosis:
     if is_eagle:
         folder = find_folder(drafter, ["*.json", WEIGHTS])
-        return examine_eagle(open_side(target, load_tokenizer), drafter, folder)
-    return examine(open_side(target, load_tokenizer), open_side(drafter, load_tokenizer))
+        return examine_eagle(read_model_info(target, load_tokenizer), drafter, folder)
+    return examine(read_model_info(target, load_tokenizer), read_model_info(drafter, load_tokenizer))
 
 
 def _check_decodes(diagnosis: Diagnosis, folder: Path) -> None:

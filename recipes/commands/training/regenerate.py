@@ -1,4 +1,4 @@
-"""`draftsmith regenerate`: replace the answers of a corpus by the target's own, from this engine or a server."""
+"""`draftsmith regenerate`: replace the answers of a corpus by responses of the target, from this engine or a server."""
 
 from __future__ import annotations
 

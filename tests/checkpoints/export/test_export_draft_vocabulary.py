@@ -10,7 +10,7 @@ import torch
 from draftsmith.checkpoints.export import drafter as export_drafter
 from draftsmith.checkpoints.export.base import SERVING_FILE
 from draftsmith.checkpoints.pairs.checks import examine
-from draftsmith.checkpoints.pairs.sides import open_side
+from draftsmith.checkpoints.pairs.sides import read_model_info
 from draftsmith.checkpoints.storage.names import DRAFT_VOCABULARY
 from draftsmith.checkpoints.verify.inspect import find_faults
 from draftsmith.data.tokenizers import load_tokenizer
@@ -98,7 +98,7 @@ def test_an_export_with_another_draft_vocabulary_is_refused(
 
 def test_doctor_and_inspection_accept_a_draft_vocabulary(make_drafter: Make, export: Export, target: Path) -> None:
     artifact = make_drafter(proposed=KEPT)
-    sides = [open_side(str(folder), load_tokenizer) for folder in (target, artifact)]
+    sides = [read_model_info(str(folder), load_tokenizer) for folder in (target, artifact)]
     found = examine(*sides)
     assert [finding.check for finding in found.findings] == ["draft vocabulary"]
     outcomes = {name: verdict.outcome for name, verdict in found.verdicts.items()}
@@ -107,5 +107,5 @@ def test_doctor_and_inspection_accept_a_draft_vocabulary(make_drafter: Make, exp
     assert find_faults(artifact)[1] == []
     for form in ("transformers", "vllm-sglang"):
         out, _ = export(artifact, form)
-        assert not examine(sides[0], open_side(str(out), load_tokenizer)).findings
+        assert not examine(sides[0], read_model_info(str(out), load_tokenizer)).findings
         assert find_faults(out)[1] == []

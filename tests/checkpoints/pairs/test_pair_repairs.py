@@ -10,7 +10,7 @@ import pytest
 import torch
 from draftsmith.checkpoints.pairs.checks import examine
 from draftsmith.checkpoints.pairs.repair import NEVER, arrange_rows, repair
-from draftsmith.checkpoints.pairs.sides import Diagnosis, open_side
+from draftsmith.checkpoints.pairs.sides import Diagnosis, read_model_info
 from draftsmith.data.tokenizers import load_tokenizer, train_bpe
 from transformers import AutoModelForCausalLM as Decoder
 from transformers import AutoModelForSeq2SeqLM as EncoderDecoder
@@ -71,7 +71,7 @@ def test_a_padded_model_generates_the_same_text(family: str, dtype: torch.dtype,
         model.resize_token_embeddings(rows)
         model.save_pretrained(tmp_path / folder)
         tokenizer.save_pretrained(tmp_path / folder)
-    sides = [open_side(str(tmp_path / name), load_tokenizer) for name in ("target", "drafter")]
+    sides = [read_model_info(str(tmp_path / name), load_tokenizer) for name in ("target", "drafter")]
     assert [(side.rows, side.head_rows) for side in sides] == [(PADDED, PADDED), (VOCAB, VOCAB)]
     diagnosis = examine(*sides)
     assert "vocab_size" in faults(diagnosis)
@@ -81,6 +81,6 @@ def test_a_padded_model_generates_the_same_text(family: str, dtype: torch.dtype,
     assert after.shape[-1] == PADDED
     assert torch.equal(before, after[:, :VOCAB])
     assert (after[:, VOCAB:].max(-1).values < before.max(-1).values).all()
-    mended = examine(sides[0], open_side(str(tmp_path / "out"), load_tokenizer))
+    mended = examine(sides[0], read_model_info(str(tmp_path / "out"), load_tokenizer))
     assert faults(mended) <= {"kind of model"}
     assert '"PreTrainedTokenizerFast"' in (tmp_path / "out" / "tokenizer_config.json").read_text()

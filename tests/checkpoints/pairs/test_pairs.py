@@ -14,7 +14,7 @@ from draftsmith.checkpoints.artifact.artifact import save_artifact, verify_artif
 from draftsmith.checkpoints.artifact.model_ref import tokenizer_fingerprint
 from draftsmith.checkpoints.pairs.checks import examine
 from draftsmith.checkpoints.pairs.repair import repair
-from draftsmith.checkpoints.pairs.sides import CONSUMERS, Diagnosis, open_side
+from draftsmith.checkpoints.pairs.sides import CONSUMERS, Diagnosis, read_model_info
 from draftsmith.data.rendering.templates import CHATML_JINJA
 from draftsmith.data.tokenizers import load_tokenizer, train_bpe
 from tokenizers import processors
@@ -53,7 +53,7 @@ def drafter(target: Path, tmp_path: Path) -> Path:
 
 
 def look(target: Path, drafter: Path) -> Diagnosis:
-    return examine(*(open_side(str(folder), load_tokenizer) for folder in (target, drafter)))
+    return examine(*(read_model_info(str(folder), load_tokenizer) for folder in (target, drafter)))
 
 
 def checks(diagnosis: Diagnosis) -> set[str]:
@@ -66,7 +66,7 @@ def outcomes(diagnosis: Diagnosis, outcome: str) -> set[str]:
 
 def mend(target: Path, drafter: Path) -> tuple[Path, list[str], Diagnosis]:
     """Repair into a new folder and examine the result; the drafter must be unchanged."""
-    sides = [open_side(str(folder), load_tokenizer) for folder in (target, drafter)]
+    sides = [read_model_info(str(folder), load_tokenizer) for folder in (target, drafter)]
     before = {path.name: path.read_bytes() for path in drafter.iterdir() if path.is_file()}
     out = drafter.with_name("repaired")
     done = repair(sides[0], sides[1], out, "draftsmith doctor")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from draftsmith.checkpoints.artifact.artifact import save_artifact
 from draftsmith.checkpoints.pairs.repair import repair
-from draftsmith.checkpoints.pairs.sides import open_side
+from draftsmith.checkpoints.pairs.sides import read_model_info
 from draftsmith.data.tokenizers import load_tokenizer, train_bpe
 from transformers import LlamaForCausalLM
 
@@ -59,21 +59,21 @@ def test_folders_without_a_model_are_refused(case: str, pair: Pair) -> None:
     (pair[1] / "code.py").write_text("raise SystemExit('this was run')\n")
     change(pair[1])
     with pytest.raises(ValueError, match=str(pair[1])) as caught:
-        open_side(str(pair[1]), load_tokenizer)
+        read_model_info(str(pair[1]), load_tokenizer)
     assert all(part in str(caught.value) for part in parts)
 
 
 def test_a_file_instead_of_a_model_is_refused(pair: Pair) -> None:
     with pytest.raises(ValueError, match=r"config\.json"):
-        open_side(str(pair[1] / "config.json"), load_tokenizer)
+        read_model_info(str(pair[1] / "config.json"), load_tokenizer)
 
 
 def test_repairs_that_are_refused(pair: Pair, tmp_path: Path) -> None:
-    sides = [open_side(str(folder), load_tokenizer) for folder in pair]
+    sides = [read_model_info(str(folder), load_tokenizer) for folder in pair]
     for out in (*pair, tmp_path):
         with pytest.raises(ValueError, match=str(out)):
             repair(*sides, out, "")
     train_bpe(["quite other words than those before"] * 3, 280, ("<s>", "</s>")).save_pretrained(pair[1])
     with pytest.raises(ValueError, match=r"tokens of .* are missing from the target's"):
-        repair(sides[0], open_side(str(pair[1]), load_tokenizer), tmp_path / "out", "")
+        repair(sides[0], read_model_info(str(pair[1]), load_tokenizer), tmp_path / "out", "")
     assert not (tmp_path / "out").exists()

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from draftsmith.checkpoints.export.target import output_projection
-from draftsmith.checkpoints.pairs.sides import open_side
+from draftsmith.checkpoints.pairs.sides import read_model_info
 from draftsmith.data.tokenizers import load_tokenizer
 from draftsmith.decode.models.loading import load_model
 from draftsmith.recipes.assemble.models import build_model
@@ -191,7 +191,7 @@ def test_names_may_lack_their_prefix(tmp_path: Path) -> None:
 def test_invalid_configurations_are_refused(folder: Path) -> None:
     change(folder / "config.json", num_attention_heads=0, head_dim=None)
     with pytest.raises(ValueError, match=r"(configuration cannot be read|built from the configuration): ."):
-        open_side(str(folder), load_tokenizer)
+        read_model_info(str(folder), load_tokenizer)
     with pytest.raises(ValueError, match="no language model could be loaded"):
         load_model(str(folder))
 

@@ -164,7 +164,7 @@ def test_empty_training_data_is_explained(
 
 def test_a_share_that_holds_out_nothing_is_an_error(corpus: Path, tokenizer: Any, tmp_path: Path) -> None:
     source = lines(tmp_path / "1.jsonl", PAIR)
-    with pytest.raises(ValueError, match=r"1 rows.*0\.01.*heldout_share"):
+    with pytest.raises(ValueError, match=r"1 row .*heldout_share \(0\.01\)"):
         prepare_data(section(corpus, tmp_path, source=source, heldout_share=0.01), tokenizer)
 
 

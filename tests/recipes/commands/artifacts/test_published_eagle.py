@@ -14,7 +14,7 @@ from draftsmith.checkpoints.export.base import export_artifact
 from draftsmith.checkpoints.heads.eagle import EagleHeads, load_eagle, save_eagle
 from draftsmith.checkpoints.heads.published import read_published
 from draftsmith.checkpoints.pairs.eagle import examine_eagle, rotary_base
-from draftsmith.checkpoints.pairs.sides import open_side
+from draftsmith.checkpoints.pairs.sides import read_model_info
 from draftsmith.checkpoints.verify.inspect import find_faults
 from draftsmith.data.tokenizers import load_tokenizer
 from draftsmith.decode.evaluation.diagnose.readings import Reading, best_reading, list_readings
@@ -164,7 +164,7 @@ def test_a_planted_error_is_named_with_the_affected_engines(
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda config, weights: config.update({TOP: [1, 3, 8]}), r"8.*from 0 to 7"),
+        (lambda config, weights: config.update({TOP: [1, 3, 8]}), r"in 0 to 7.*8"),
         (lambda config, weights: config.update({TOP: [1, 3]}), r"fc.weight has 96 columns.*2 layers of 32"),
         (lambda config, weights: config.update(vocab_size=99), r"vocab_size.*99"),
         (lambda config, weights: weights.pop("lm_head.weight"), r"lm_head.weight"),
@@ -202,7 +202,7 @@ def test_other_rotary_bases_are_reported(target: Path, base: float, named: list[
     config = json.loads((target / "config.json").read_text())
     assert rotary_base(config) == 10_000
     changed(folder, lambda config, weights: config["rope_parameters"].update(rope_theta=base))
-    findings = examine_eagle(open_side(str(target), load_tokenizer), str(folder), folder).findings
+    findings = examine_eagle(read_model_info(str(target), load_tokenizer), str(folder), folder).findings
     assert [each.check for each in findings if each.check == "rotary positions"] == named
 
 

@@ -84,7 +84,7 @@ def test_push_and_import_round_trip(
     hub: Any, tiny_pair: Path, evaluated: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], stand_in: ModuleType
 ) -> None:
     run("push", tiny_pair / "drafter", REPO, "--yes", "--results", evaluated)
-    (commit,) = re.findall(rf"push: {hub.url}/{REPO}/commit/(\w+) holds", "".join(capsys.readouterr().err.split("\n")))
+    (commit,) = re.findall(rf"files: {hub.url}/{REPO}/commit/(\w+)", "".join(capsys.readouterr().err.split("\n")))
     run("import", f"{REPO}@{commit}", "--out", tmp_path / "out")
     said = capsys.readouterr().err
     assert f"the drafter of {REPO}@{commit} at {commit}" in said
@@ -107,7 +107,7 @@ def test_push_and_import_round_trip(
 
 def test_results_of_other_files_are_refused(hub: Any, tiny_pair: Path, evaluated: Path, tmp_path: Path) -> None:
     mine, other = tiny_pair / "drafter-stage1", tiny_pair / "drafter"
-    with pytest.raises(ValueError, match=rf"{evaluated}.*{mine} .*{other}, "):
+    with pytest.raises(ValueError, match=rf"{evaluated}.*{other}, .*{mine}: "):
         run("push", mine, REPO, "--results", evaluated)
     assert hub.requests.count("create") == 0
 

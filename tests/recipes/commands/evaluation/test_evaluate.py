@@ -260,7 +260,7 @@ def test_too_long_prompts_are_named_before_decoding(
     with pytest.raises(ValueError, match=rf"row2 .* speculative .* {min(positions)} .*`max_prompt_tokens={most}`"):
         run_evaluate(asked)
     which = "target" if positions[0] < positions[1] else "drafter"
-    with pytest.raises(ValueError, match=rf"the {which}'s {min(positions)} positions: .*fewer `max_new_tokens`"):
+    with pytest.raises(ValueError, match=rf"the {which}'s {min(positions)} positions: .*reduce `max_new_tokens`"):
         run_evaluate(asked.model_copy(update={"max_new_tokens": 90}))
     results = run_evaluate(asked.model_copy(update={"max_prompt_tokens": most}))
     assert results["passed_over"] == {"counts": {"too long": 1}, "too_long": ["row2"]}
