@@ -96,7 +96,7 @@ def test_another_vocabulary_names_the_command_that_converts_it() -> None:
         ("my drafter", "`draftsmith doctor T 'my drafter' --fix OUT`"),
         (None, "`vocab_size: 40` in"),
     ):
-        with pytest.raises(ValueError, match=f"36 tokens, the target T of 40: .*{words}"):
+        with pytest.raises(ValueError, match=f"36 tokens, but the target T has 40: .*{words}"):
             check_target(target, model, "T", source)
 
 
@@ -319,8 +319,8 @@ def test_lora_without_peft_names_what_to_install(saved: Any, monkeypatch: pytest
 
 
 REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
-    "layer": ({"source": "llama", "layers": [0, 4]}, "4.*llama.*0 to 3"),
-    "decoder's layer": ({"source": "umt5", "layers": [0, 3]}, "3.*3 layers"),
+    "layer": ({"source": "llama", "layers": [0, 4]}, "0 to 3.*llama.*4"),
+    "decoder's layer": ({"source": "umt5", "layers": [0, 3]}, "0 to 2.*3"),
     "lora target": ({"source": "llama", "lora": {"targets": ["q_proj", "query_proj"]}}, "'query_proj'.*q_proj"),
     "no linear layer": ({"source": "llama", "lora": {"targets": ["layers"]}}, "'layers'"),
     "tied projection": ({"source": "gpt2", "lora": {"targets": ["lm_head"]}}, "'lm_head'"),

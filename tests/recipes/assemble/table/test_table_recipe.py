@@ -117,7 +117,7 @@ def test_a_refused_run_leaves_no_files(recipe: dict[str, Any], tmp_path: Path) -
     for changes, words in (
         ({"data": recipe["data"] | {"heldout_share": 0.999}}, "0 conversations of"),
         ({"data": recipe["data"] | {"source": str(torn)}}, "torn.jsonl"),
-        ({"vocab_size": 319}, "`vocab_size` is 319"),
+        ({"vocab_size": 319}, "`vocab_size` must be at least 320"),
     ):
         with pytest.raises(ValueError, match=re.escape(words)):
             run_train(loaded(recipe | changes))
@@ -142,7 +142,7 @@ def test_irrelevant_settings_reuse_a_finished_table(recipe: dict[str, Any]) -> N
     same = {"count": {"memory_mb": 3, "save_minutes": 1.0}, "data": recipe["data"] | data}
     assert run_train(loaded(recipe | same)) == out
     assert (out / "artifact.json").stat().st_mtime_ns == stamp
-    with pytest.raises(ValueError, match=r"count\.pairs: 'documents' there, 'answers' here"):
+    with pytest.raises(ValueError, match=r"count\.pairs: 'documents', expected 'answers'"):
         run_train(loaded(recipe | {"count": {"pairs": "answers"}}))
 
 
@@ -153,7 +153,7 @@ def test_counts_of_other_settings_are_refused(recipe: dict[str, Any], tmp_path: 
         hold(folder / "rank-0-of-2", 7)
         with pytest.raises(ValueError, match=f"process {os.getpid()} on .*{folder.parent}"):
             claim(folder, {}, stack)  # another run counts here
-    words = (f"{folder} contains counts of 7 tokens", "options.limit: None there, 3 here")
+    words = (f"{folder} contains counts of 7 tokens", "options.limit: None, expected 3")
     with ExitStack() as stack, pytest.raises(ValueError, match=r"\S") as caught:
         claim(folder, {"pairs": "documents", "options": {"limit": 3}}, stack)
     assert all(part in str(caught.value) for part in words)
