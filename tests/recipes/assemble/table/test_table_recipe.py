@@ -164,7 +164,7 @@ def test_counts_of_other_settings_are_refused(recipe: dict[str, Any], tmp_path: 
         (folder / "identity.json").write_text(theirs)
         with ExitStack() as stack, pytest.raises(ValueError, match=f"{named}.*delete"):
             claim(folder, mine, stack)
-    with ExitStack() as stack, pytest.raises(ValueError, match=f"{folder} has counts"):
+    with ExitStack() as stack, pytest.raises(ValueError, match=f"{folder} contains counts"):
         claim(folder, {}, stack)  # None there, and nothing here
 
 
