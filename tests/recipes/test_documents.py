@@ -17,6 +17,8 @@ from textwrap import dedent
 
 import pytest
 import yaml
+from draftsmith.recipes.commands.cli import app
+from typer.main import get_command
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMENT = re.compile(r"^<!-- test( slow)?\n(.*?)^-->$", re.MULTILINE | re.DOTALL)
@@ -70,3 +72,14 @@ def test_blocks_become_a_script(tmp_path: Path) -> None:
     assert done.stdout == "target: tiny\n"
     with pytest.raises(AssertionError, match="no block holds"):
         script_of(page.replace("model: tiny", "other: tiny"))
+
+
+def test_commands_have_the_options_that_pages_name() -> None:
+    known, names = get_command(app).commands, list[str]()  # type: ignore[attr-defined]
+    for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
+        text = page.read_text(encoding="utf-8").replace("\\\n", " ")
+        for name, rest in re.findall(r"draftsmith ([a-z]+)(?![a-z:.])([^`|#\n]*)", text):
+            options = {option for each in known[name].params for option in each.opts} if name in known else {name}
+            assert set(re.findall(r"(?<=\s)--[a-z-]+", rest.partition("'")[0])) <= options, f"{page}: {name}{rest}"
+            names.append(name)
+    assert set(known) <= set(names)
