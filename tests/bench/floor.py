@@ -1,13 +1,16 @@
 """Forward passes compared with the limits of memory bandwidth and compute: by number of rows, ragged rows, and prefill.
 
     python tests/bench/floor.py FOLDER [--runs 40] [--context 300] [--dtypes float32 bfloat16] [--startup]
+                                  [--rows 1 4 8 16] [--processor haswell]
 
 Runs on a CPU. The lower bound for few rows is the time to read the weights of a forward pass at the rate of summing a
 tensor of half a GiB; for a prompt, it is the time of its matrix products at the rate of a large one. Forward passes
 process a chain of tokens after `--context` cached tokens; runs are interleaved, and medians are reported.
 DRAFTSMITH_NATIVE=0 disables the compiled functions. `ragged_share` is the rate of sixteen rows of different lengths
-over that of sixteen rows of their mean length. `--startup` also measures commands that do not decode. The last line is
-one JSON object.
+over that of sixteen rows of their mean length. `--rows` measures these numbers of rows only. `--startup` also measures
+commands that do not decode. `--processor` compiles the functions for another processor. To emulate one with AVX2 but
+without AVX-512, also set ATEN_CPU_CAPABILITY=avx2, ONEDNN_MAX_CPU_ISA=AVX2 and MKL_ENABLE_INSTRUCTIONS=AVX2. The last
+line is one JSON object.
 """
 
 from __future__ import annotations
@@ -15,15 +18,17 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from common import finish, in_turns, medians, parser_of
 from draftsmith.decode.models.loading import load_model, wrap_model
+from draftsmith.decode.models.products import native
 from draftsmith.decode.tree import Tree
 
-ROWS = (1, 2, 3, 5, 8, 12, 16, 32, 64)
+ROWS = (1, 2, 3, 4, 5, 8, 12, 16, 32, 64)
 BATCH = 16
 PROMPT = 512
 COMMANDS = ("--version", "recipes ls", "corpora", "export", "doctor", "evaluate --help", "train --help")
@@ -40,14 +45,14 @@ def rates(dtype: torch.dtype, runs: int) -> tuple[float, float]:
 
 
 @torch.inference_mode()
-def of_format(folder: str, name: str, runs: int, context: int) -> dict[str, Any]:
-    """Measure one dtype."""
+def of_format(folder: str, name: str, runs: int, context: int, numbers: Sequence[int] | None) -> dict[str, Any]:
+    """Measure one dtype, with these numbers of rows only unless None."""
     model = load_model(folder, dtype=name)
     dtype, width = model.dtype, 1 if name == "int8" else model.dtype.itemsize
     output = model.get_output_embeddings().weight
     weights = output.numel() + sum(each.numel() for each in model.get_decoder().layers.parameters())
     wrapped = wrap_model(model.requires_grad_(False))
-    bandwidth, peak = rates(dtype, runs)
+    bandwidth, peak = rates(torch.float32 if numbers else dtype, runs)
     tokens = torch.randint(0, wrapped.vocab_size, (1, context + max(ROWS)))
     cache = wrapped.new_cache(1, tokens.shape[1])
     wrapped.extend(cache, tokens[:, :context])
@@ -70,26 +75,30 @@ def of_format(folder: str, name: str, runs: int, context: int) -> dict[str, Any]
         whole.set_lengths([0])
         wrapped.logits(wrapped.extend(whole, prompt)[:, -1])
 
-    jobs: dict[Any, Any] = {rows: partial(few, rows) for rows in ROWS}
-    jobs |= {kind: partial(many, lengths) for kind, lengths in caches.items()} | {"prompt": read}
+    jobs: dict[Any, Any] = {rows: partial(few, rows) for rows in numbers or ROWS}
+    if not numbers:
+        jobs |= {kind: partial(many, lengths) for kind, lengths in caches.items()} | {"prompt": read}
     seconds = medians(in_turns(jobs, runs, warm=3))
     floor = weights * width / bandwidth
     work = 2.0 * PROMPT * sum(each.numel() for each in model.get_decoder().layers.parameters())
-    found = {
+    milliseconds = {rows: 1e3 * seconds[rows] for rows in numbers or ROWS}
+    found: dict[str, Any] = {
         "bandwidth_gb_per_sec": bandwidth / 1e9,
         "floor_ms": 1e3 * floor,
-        "forward_ms": {rows: 1e3 * seconds[rows] for rows in ROWS},
-        "floor_ratio": {rows: seconds[rows] / floor for rows in ROWS},
-        "ragged_share": seconds["even"] / seconds["ragged"],
-        "prefill_tokens_per_sec": PROMPT / seconds["prompt"],
-        "prefill_share_of_peak": work / seconds["prompt"] / peak,
+        "forward_ms": milliseconds,
+        "floor_ratio": {rows: value / floor / 1e3 for rows, value in milliseconds.items()},
     }
     print(f"{name}: reads {bandwidth / 1e9:.1f} GB/s, floor {1e3 * floor:.1f} ms")
-    print(f"{'rows':>4} {'ms':>8} {'floors':>7}")
-    for rows in ROWS:
-        print(f"{rows:>4} {1e3 * seconds[rows]:>8.1f} {seconds[rows] / floor:>7.2f}")
-    print(f"ragged {found['ragged_share']:.2f}, prefill {found['prefill_tokens_per_sec']:.0f} tokens/s", end=", ")
-    print(f"{found['prefill_share_of_peak']:.2f} of the peak")
+    print(f"{'rows':>4} {'ms':>8} {'floors':>7} {'ratio':>6}")
+    for rows, value in milliseconds.items():
+        ratio = value / next(iter(milliseconds.values()))
+        print(f"{rows:>4} {value:>8.1f} {value / floor / 1e3:>7.2f} {ratio:>6.2f}")
+    if not numbers:
+        found["ragged_share"] = seconds["even"] / seconds["ragged"]
+        found["prefill_tokens_per_sec"] = PROMPT / seconds["prompt"]
+        found["prefill_share_of_peak"] = work / seconds["prompt"] / peak
+        print(f"ragged {found['ragged_share']:.2f}, prefill {found['prefill_tokens_per_sec']:.0f} tokens/s", end=", ")
+        print(f"{found['prefill_share_of_peak']:.2f} of the peak")
     return found
 
 
@@ -111,10 +120,14 @@ def main() -> None:
     parser = parser_of(__doc__, "five runs of each", runs=40, context=300)
     parser.add_argument("model", help="a model's folder or GGUF file")
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], choices=["float32", "bfloat16", "int8"])
+    parser.add_argument("--rows", type=int, nargs="+", help="measure these numbers of rows only")
+    parser.add_argument("--processor", help="compile for this processor, for example haswell")
     parser.add_argument("--startup", action="store_true", help="also time commands that decode nothing")
     args = parser.parse_args()
     runs = 5 if args.quick else args.runs
-    results: dict[str, Any] = {name: of_format(args.model, name, runs, args.context) for name in args.dtypes}
+    if args.processor:
+        native._OPTIONS = (*native._OPTIONS, f"-march={args.processor}")
+    results: dict[str, Any] = {name: of_format(args.model, name, runs, args.context, args.rows) for name in args.dtypes}
     if args.startup:
         results["startup_sec"] = startup()
     finish(results)

@@ -10,7 +10,8 @@
 
    Rows are processed in groups. Their sums for two vectors of outputs (two panels, if a panel fits into a register) stay in
    registers, and later groups find the weights in the cache. The rows of a group are stored as [input][row], so that one
-   pointer suffices.
+   pointer suffices. Registers of AVX-512 contain a panel; for narrower ones, inputs are processed in blocks, whose weights
+   stay in the first cache.
 
    The operation before a product is fused: an RMSNorm with an offset and weights, or a LayerNorm if CENTRED; or an
    activation, with or without a gate in the first half of the input. Inputs must be a multiple of 16 then. Every thread
@@ -22,10 +23,11 @@
 #include <immintrin.h>
 #endif
 
-typedef unsigned int words __attribute__((vector_size(4 * LANES)));
+typedef unsigned int words __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef unsigned short halves __attribute__((vector_size(2 * LANES), aligned(2)));
 
 #define AHEAD 8192 /* prefetch distance in bytes */
+#define BLOCK 128  /* inputs of a block, a multiple of 4 */
 #if defined(__AVX512F__) || defined(__aarch64__)
 #define MOST 12 /* rows of a group; their sums for two vectors take 24 of 32 registers */
 #else
@@ -57,8 +59,8 @@ static inline __attribute__((always_inline)) vector weights(const char *at, cons
 {
     if (kind == NARROW)
         return (vector)(__builtin_convertvector(*(const halves *)at, words) << 16);
-    if (kind == BYTES)
-        return __builtin_convertvector((integers)(*(const words *)at << (24 - 8 * part)) >> 24, vector);
+    if (kind == BYTES) /* times 2^24, which saves a shift: x is multiplied by 2^-24 */
+        return __builtin_convertvector((integers)(*(const words *)at << (24 - 8 * part) & 0xff000000), vector);
     return *(const vector *)at;
 }
 
@@ -71,6 +73,7 @@ static inline __attribute__((always_inline)) vector plus(vector sum, vector weig
     return sum + weight * x;
 }
 
+#if LANES == 16
 /* Compute two vectors of outputs for a group of rows. Arrays of constant size and unrolled loops are needed to keep the sums
    in registers. */
 static inline __attribute__((always_inline)) void two_vectors(
@@ -110,6 +113,92 @@ static inline __attribute__((always_inline)) void two_vectors(
             *(vector *)(y[side] + row * outputs) = sums[side][row];
         }
 }
+#else
+/* Add the products of a block of inputs to the sums of two vectors of outputs for a group of rows. If NARROW, the vectors
+   contain every second output, since shifts and masks are faster than conversions. Lines of 64 bytes are prefetched evenly,
+   from `ahead` on at a distance of `apart` bytes. */
+static inline __attribute__((always_inline)) void add_products(
+    const char *w, const float *x, vector *to, long inputs, const int count, const int kind, const char *ahead, long apart)
+{
+    const int parts = kind == BYTES ? 4 : kind == NARROW ? 2 : 1; /* inputs of 64 bytes of weights */
+    vector sums[2][MOST];
+#pragma GCC unroll 16
+    for (int row = 0; row < count; row++)
+        sums[0][row] = to[2 * row], sums[1][row] = to[2 * row + 1];
+    for (; inputs > 0; inputs -= parts, w += 64, x += parts * count, ahead += apart) {
+        __builtin_prefetch(ahead);
+#pragma GCC unroll 4
+        for (int part = 0; part < parts; part++) {
+            if (kind == NARROW && part == 1 && inputs == 1)
+                break;
+            const words pairs = *(const words *)(w + 32 * part);
+            const vector left = kind == NARROW ? (vector)(pairs << 16) : weights(w, part, kind);
+            const vector right = kind == NARROW ? (vector)(pairs & 0xffff0000) : weights(w + 4 * LANES, part, kind);
+#pragma GCC unroll 16
+            for (int row = 0; row < count; row++) {
+                sums[0][row] += left * x[part * count + row];
+                sums[1][row] += right * x[part * count + row];
+            }
+        }
+    }
+#pragma GCC unroll 16
+    for (int row = 0; row < count; row++)
+        to[2 * row] = sums[0][row], to[2 * row + 1] = sums[1][row];
+}
+
+static inline __attribute__((always_inline)) void add_group(
+    const char *w, const float *x, vector *to, long inputs, int count, const int kind, const char *ahead, long apart)
+{
+#define ADD(rows) \
+    case rows: \
+        if (rows <= MOST) \
+            add_products(w, x, to, inputs, rows, kind, ahead, apart); \
+        break;
+    switch (count) { /* constants, so that loops can be unrolled */
+        ADD(1) ADD(2) ADD(3) ADD(4) ADD(5) ADD(6) ADD(7) ADD(8) ADD(9) ADD(10) ADD(11) ADD(12)
+    }
+}
+
+/* Compute two vectors of outputs for all rows. x contains groups of `size` rows. Lines of a block are prefetched in equal
+   parts by its groups. */
+static inline __attribute__((always_inline)) void two_vectors(
+    const char *w, const float *scale, const float *x, const float *add, long add_apart, float *y, long inputs,
+    long outputs, int count, int size, const int kind)
+{
+    const long parts = kind == BYTES ? 4 : kind == NARROW ? 2 : 1, groups = (count + size - 1) / size;
+    const long apart = (64 + groups - 1) / groups;
+    vector sums[2 * count];
+    for (int i = 0; i < 2 * count; i++)
+        sums[i] = (vector){0};
+    for (long done = 0; done < inputs; done += BLOCK) {
+        const char *block = w + done * 64 / parts;
+        const long some = inputs - done < BLOCK ? inputs - done : BLOCK;
+        float wide[kind == BYTES ? BLOCK * 16 : 1]; /* converted once for several groups */
+        for (long i = 0; kind == BYTES && groups > 1 && i < some; i += 4)
+#pragma GCC unroll 4
+            for (int part = 0; part < 4; part++) {
+                *(vector *)(wide + (i + part) * 16) = weights(block + i * 16, part, BYTES);
+                *(vector *)(wide + (i + part) * 16 + LANES) = weights(block + i * 16 + 4 * LANES, part, BYTES);
+            }
+        for (int start = 0; start < count; start += size) {
+            const int rows = count - start < size ? count - start : size;
+            const float *from = x + start * inputs + done * rows;
+            const char *ahead = block + AHEAD + start / size * some * apart / parts;
+            if (kind == BYTES && groups > 1)
+                add_group((char *)wide, from, sums + 2 * start, some, rows, WIDE, ahead, apart / 4);
+            else
+                add_group(block, from, sums + 2 * start, some, rows, kind, ahead, apart);
+        }
+    }
+    for (int row = 0; row < count; row++)
+        for (int i = 0; i < 2 * LANES; i++) {
+            float sum = kind == NARROW ? sums[2 * row + i % 2][i / 2] : sums[2 * row + i / LANES][i % LANES];
+            if (kind == BYTES)
+                sum *= scale[i];
+            y[row * outputs + i] = add ? sum + add[row * add_apart + i] : sum;
+        }
+}
+#endif
 
 /* The same for integers: one instruction multiplies four weights of an output by four elements of x and adds the products. */
 static inline __attribute__((always_inline)) void two_vectors_of_fours(
@@ -201,7 +290,7 @@ static inline __attribute__((always_inline)) void put(vector x, float *to, long 
     }
 #endif
     for (int lane = 0; lane < LANES; lane++)
-        to[(i + lane) * step] = x[lane];
+        to[(i + lane) * step] = kind == BYTES ? x[lane] * 0x1p-24f : x[lane];
 }
 
 static void lay(const float *x, float *to, long inputs, int step, int kind)
@@ -210,7 +299,7 @@ static void lay(const float *x, float *to, long inputs, int step, int kind)
     for (; i + LANES <= inputs; i += LANES)
         put(*(const vector *)(x + i), to, i, step, kind);
     for (; i < inputs; i++)
-        to[i * step] = x[i];
+        to[i * step] = kind == BYTES ? x[i] * 0x1p-24f : x[i];
 }
 
 /* Cumulative distribution function of the standard normal distribution, to 1e-7 (Abramowitz and Stegun, 7.1.26). */
@@ -274,7 +363,7 @@ void few_rows(
     const int size = (count + groups - 1) / groups;
 #pragma omp parallel for num_threads(threads) schedule(static, 1)
     for (int thread = 0; thread < threads; thread++) {
-        const int as_it_is = count == 1 && !halved && !activated && offset < 0, in_integers = kind == FOURS;
+        const int as_it_is = count == 1 && kind <= NARROW && !activated && offset < 0, in_integers = kind == FOURS;
         float made[as_it_is ? 1 : count * numbers], whole[in_integers ? inputs : 1];
         row_of_integers about[in_integers ? count : 1];
         for (int row = 0; row < count && !as_it_is; row++) {
@@ -293,6 +382,18 @@ void few_rows(
         }
         const float *x = as_it_is ? given : made;
         for (long pair = pairs * thread / threads; pair < pairs * (thread + 1) / threads; pair++) {
+#if LANES < 16
+            const char *panel = w + pair * LANES / 8 * apart;
+            const long within = pair * 2 * LANES % 16, from = pair * 2 * LANES;
+            const char *at = panel + scales + within * size_of;
+            const float *scale = (const float *)panel + within, *added = add ? add + from : 0;
+            if (kind == WIDE)
+                two_vectors(at, scale, x, added, add_apart, y + from, inputs, outputs, count, size, WIDE);
+            else if (kind == NARROW)
+                two_vectors(at, scale, x, added, add_apart, y + from, inputs, outputs, count, size, NARROW);
+            else
+                two_vectors(at, scale, x, added, add_apart, y + from, inputs, outputs, count, size, BYTES);
+#else
             const long p = 2 * pair, q = p + 1 < vectors ? p + 1 : p; /* an unpaired last vector is computed twice */
             const char *panels[2] = {w + p * LANES / 16 * apart, w + q * LANES / 16 * apart};
             const long within_p = p * LANES % 16, within_q = q * LANES % 16;
@@ -325,6 +426,7 @@ void few_rows(
                     CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
                 }
             }
+#endif
         }
     }
 }
