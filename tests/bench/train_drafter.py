@@ -66,12 +66,12 @@ def rows_of(data: PreparedData) -> list[dict[str, Any]]:
 
 
 def padded(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    def together(name: str, value: int) -> torch.Tensor:
+    def pad(name: str, value: int) -> torch.Tensor:
         return torch.nn.utils.rnn.pad_sequence([row[name] for row in rows], batch_first=True, padding_value=value)
 
     lengths = torch.tensor([len(row["input_ids"]) for row in rows])
     mask = (torch.arange(int(lengths.max()))[None] < lengths[:, None]).long()
-    return {"input_ids": together("input_ids", 0), "labels": together("labels", IGNORED), "attention_mask": mask}
+    return {"input_ids": pad("input_ids", 0), "labels": pad("labels", IGNORED), "attention_mask": mask}
 
 
 class Watch(TrainerCallback):

@@ -195,7 +195,7 @@ class _Handler(BaseHTTPRequestHandler):
                 return act, self.resolve, (f"{user}/{name}", revision, "/".join(path))
         return "unknown", lambda: refused(404), ()
 
-    def _seen(self, name: str) -> Repo | None:
+    def _visible_repo(self, name: str) -> Repo | None:
         repo = self.server.repos.get(name)
         return None if repo is None or (repo.private and not self.is_user) else repo
 
@@ -213,7 +213,7 @@ class _Handler(BaseHTTPRequestHandler):
         return as_json({"url": f"{self.server.url}/{name}", "name": name})
 
     def info(self, name: str, revision: str) -> Answer:
-        repo = self._seen(name)
+        repo = self._visible_repo(name)
         commit = repo and repo.at(revision)
         if repo is None or commit is None:
             return NOT_FOUND if repo is None else NO_REVISION
@@ -253,7 +253,7 @@ class _Handler(BaseHTTPRequestHandler):
         return as_json({"success": True, "commitOid": made, "commitUrl": url, "hookOutput": ""})
 
     def resolve(self, name: str, revision: str, path: str) -> Answer:
-        repo = self._seen(name)
+        repo = self._visible_repo(name)
         if repo is None:
             return NOT_FOUND
         if repo.gated:

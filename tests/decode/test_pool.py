@@ -20,7 +20,9 @@ STOPS = (7, 11, 19)
 MANY = Sampling(1.0, top_k=20, top_p=0.9)
 
 
-def alone(target: TransformersModel, prompt: Sequence[int], seed: int, limits: Limits, sampling: Sampling) -> list[int]:
+def decode_alone(
+    target: TransformersModel, prompt: Sequence[int], seed: int, limits: Limits, sampling: Sampling
+) -> list[int]:
     method = build_method("autoregressive", Parts(), sampling)
     steps = generate(target, *method, [prompt], limits, sampling, Rng([seed]))
     return [token for step in steps for token in step.new_ids[0]]
@@ -46,7 +48,7 @@ def test_every_text_equals_that_of_the_engine(
     found = {}
     while pool.busy:
         found |= {tickets[ticket]: ids for ticket, ids in pool.step()}
-    assert found == {n: alone(target, prompt, n, limits, asked[n]) for n, prompt in enumerate(prompts)}
+    assert found == {n: decode_alone(target, prompt, n, limits, asked[n]) for n, prompt in enumerate(prompts)}
     ends = [ids[-1] in STOPS for ids in found.values()]
     assert 0 < sum(ends) < 20, "some end by a stop token, some by the limit"
 
@@ -77,7 +79,7 @@ def test_a_conversation_reuses_the_cache_of_its_row(
             read.clear()
     assert max(read) == 2, "of later turns: the end of the answer before and the question, but for its last token"
     monkeypatch.undo()
-    assert found == [alone(target, prompt, 0, limits, sampling) for prompt in wanted]
+    assert found == [decode_alone(target, prompt, 0, limits, sampling) for prompt in wanted]
 
 
 def test_the_cache_grows_with_the_longest_prompt(make_llama: Callable[..., LlamaForCausalLM]) -> None:
@@ -88,7 +90,9 @@ def test_the_cache_grows_with_the_longest_prompt(make_llama: Callable[..., Llama
     found = {}
     while pool.busy:
         found |= dict(pool.step())
-    assert [found[ticket] for ticket in tickets] == [alone(target, prompt, 0, limits, Sampling()) for prompt in prompts]
+    assert [found[ticket] for ticket in tickets] == [
+        decode_alone(target, prompt, 0, limits, Sampling()) for prompt in prompts
+    ]
 
 
 def test_nan_logits_raise_an_error(make_llama: Callable[..., LlamaForCausalLM]) -> None:

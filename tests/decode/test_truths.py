@@ -35,7 +35,7 @@ MakeMarkov = Callable[[torch.Tensor], LanguageModel]
 MakeHeads = Callable[..., torch.nn.Module]
 
 
-class Watching(Verifier):
+class RecordingVerifier(Verifier):
     """Verifier that records the proposals of another one."""
 
     def __init__(self, verifier: Verifier) -> None:
@@ -55,7 +55,7 @@ def trace(
     prompts: Sequence[Sequence[int]] = PROMPTS,
 ) -> Iterator[tuple[list[int], list[int], int, list[int]]]:
     """Return, by step and row, the text before, the drafted chain, and the numbers of accepted and new tokens."""
-    watching = Watching(method.verifier)
+    watching = RecordingVerifier(method.verifier)
     texts = [list(prompt) for prompt in prompts]
     rng = Rng.for_rows(0, len(prompts))
     for step in generate(target, method.proposer, watching, prompts, limits, sampling, rng):
@@ -224,7 +224,7 @@ def test_batch_speculative_is_a_k_configuration(make_llama: MakeLlama) -> None:
     assert outputs[0] == outputs[1] != outputs[2]
 
 
-class Beside(Proposer):
+class Recording(Proposer):
     """Proposer that returns the first proposer's tree and records the second one's."""
 
     def __init__(self, first: Proposer, second: Proposer) -> None:
@@ -259,7 +259,7 @@ def paths(proposal: Proposal, row: int) -> set[tuple[int, ...]]:
 def test_bpd_is_slim_with_one_full_sequence(make_llama: MakeLlama, make_heads: MakeHeads, sampling: Sampling) -> None:
     target, heads = wrap_model(make_llama(12, seed=0)), make_heads(3, 32, 12)
     blockwise = build_method("bpd", Parts(heads=heads), sampling)
-    beside = Beside(blockwise.proposer, PrunedHeadTree(heads, None, 1, (4,) * 3, 0.01, 3, "full"))
+    beside = Recording(blockwise.proposer, PrunedHeadTree(heads, None, 1, (4,) * 3, 0.01, 3, "full"))
     output, steps = run(target, Method(beside, blockwise.verifier), sampling, Limits(40))
     for chain, pruned in beside.pairs:
         assert torch.equal(chain.tokens_BN, pruned.tokens_BN)

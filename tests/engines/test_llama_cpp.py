@@ -116,7 +116,7 @@ class Works:
         self.save(name, "drafter", write)
         return self.export(name, "gguf") / "model.gguf"
 
-    def said(self, prompt: str) -> list[int]:
+    def greedy_tokens(self, prompt: str) -> list[int]:
         """Return the target's greedy tokens by transformers."""
         ids = torch.tensor([self.tokenizer.encode(prompt)])
         found: list[int] = self.target.generate(ids, do_sample=False, max_new_tokens=NEW)[
@@ -145,30 +145,30 @@ def run(program: str, *arguments: str | Path, last: str = "") -> tuple[bytes, st
     command = [ENGINE / "build" / "bin" / program, *arguments]
     for _ in range(TRIES):
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False, timeout=600)
-        said = (done.stdout + done.stderr).decode(errors="replace")
-        assert done.returncode == 0, said[-4000:]
-        if last in said:
-            return done.stdout, said
-    raise AssertionError(f"{TRIES} times cut off:\n{said[-4000:]}")
+        greedy_tokens = (done.stdout + done.stderr).decode(errors="replace")
+        assert done.returncode == 0, greedy_tokens[-4000:]
+        if last in greedy_tokens:
+            return done.stdout, greedy_tokens
+    raise AssertionError(f"{TRIES} times cut off:\n{greedy_tokens[-4000:]}")
 
 
-def number(said: str, name: str) -> int:
-    found = re.search(rf"\b{name}\s*=\s*(\d+)", said)
-    assert found, said[-4000:]
+def number(greedy_tokens: str, name: str) -> int:
+    found = re.search(rf"\b{name}\s*=\s*(\d+)", greedy_tokens)
+    assert found, greedy_tokens[-4000:]
     return int(found[1])
 
 
 def drafts(following: list[int], right: list[int], last: int) -> tuple[int, int]:
     """Return the numbers of drafted and accepted tokens of llama-speculative-simple after a token."""
-    drafted = accepted = said = 0
-    while said <= NEW:
-        left = NEW - said - 1
+    drafted = accepted = greedy_tokens = 0
+    while greedy_tokens <= NEW:
+        left = NEW - greedy_tokens - 1
         length = min(GAMMA, left) if left > 0 else GAMMA
         kept = 0
         while kept < length and following[last] == right[last]:
             kept, last = kept + 1, right[last]
         last = right[last]
-        drafted, accepted, said = drafted + length, accepted + kept, said + kept + 1
+        drafted, accepted, greedy_tokens = drafted + length, accepted + kept, greedy_tokens + kept + 1
     return drafted, accepted
 
 
@@ -188,7 +188,7 @@ def test_models_generate_as_in_transformers(works: Works) -> None:
         out, _ = run(
             "llama-completion", "-m", works.gguf["target"], "-no-cnv", *GREEDY, "-p", prompt, last="total time"
         )
-        assert works.bytes_of(works.said(prompt)) in out
+        assert works.bytes_of(works.greedy_tokens(prompt)) in out
 
 
 SIZES = {"vocab_size": VOCAB, "hidden_size": HIDDEN, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -211,9 +211,9 @@ def test_other_families_generate_as_in_transformers(works: Works, family: str) -
             weight.add_(torch.randn_like(weight) * (0.1 if weight.dim() == 1 else weight.shape[1] ** -0.5))
     path = works.gguf_of(family, model)
     ids = torch.tensor([works.tokenizer.encode(PROMPTS[0])])
-    said = model.float().generate(ids, do_sample=False, max_new_tokens=NEW)[0, ids.shape[1] :].tolist()
+    greedy_tokens = model.float().generate(ids, do_sample=False, max_new_tokens=NEW)[0, ids.shape[1] :].tolist()
     out, _ = run("llama-completion", "-m", path, "-no-cnv", *GREEDY, "-p", PROMPTS[0], last="total time")
-    assert works.bytes_of([token for token in said if token >= len(SPECIAL)]) in out
+    assert works.bytes_of([token for token in greedy_tokens if token >= len(SPECIAL)]) in out
 
 
 @pytest.mark.parametrize("program", ["llama-speculative-simple", "llama-speculative"])
@@ -221,12 +221,12 @@ def test_drafters(works: Works, program: str) -> None:
     """All drafts of a copy of the target are accepted. The text is the same with other drafters."""
     settings = [*GREEDY, *EXACT_DRAFTER, "--spec-type", "draft-simple", "--spec-draft-n-max", str(GAMMA)]
     for prompt in PROMPTS:
-        said = works.said(prompt)
+        greedy_tokens = works.greedy_tokens(prompt)
         for name, following in (("copy", works.following), ("other", works.other)):
             out, told = run(
                 program, "-m", works.gguf["target"], "-md", works.gguf[name], *settings, "-p", prompt, last="n_accept"
             )
-            assert works.bytes_of(said) in out
+            assert works.bytes_of(greedy_tokens) in out
             found = number(told, "n_drafted"), number(told, "n_accept")
             if program == "llama-speculative-simple":
                 assert found == drafts(following, works.following, works.tokenizer.encode(prompt)[-1])
@@ -241,7 +241,7 @@ def check_served(command: str, works: Works, every_draft: bool) -> None:
     with running(started, works.folder / "server.log", cwd=works.folder) as server:
         for prompt in PROMPTS:
             answer = works.serving.ask(f"{server.url}/completion", **asked, prompt=works.tokenizer.encode(prompt))
-            assert answer["tokens"] == works.said(prompt)
+            assert answer["tokens"] == works.greedy_tokens(prompt)
             drafted, accepted = (answer["timings"][key] for key in ("draft_n", "draft_n_accepted"))
             assert drafted > 0
             assert (accepted == drafted) is every_draft
@@ -281,6 +281,6 @@ def test_serving_eagle_heads_by_their_serving_md(works: Works, trimmed: bool) ->
     ) as server:
         for prompt in PROMPTS:
             answer = works.serving.ask(f"{server.url}/completion", **asked, prompt=works.tokenizer.encode(prompt))
-            assert answer["tokens"] == works.said(prompt)
+            assert answer["tokens"] == works.greedy_tokens(prompt)
             drafted, accepted = (answer["timings"][key] for key in ("draft_n", "draft_n_accepted"))
             assert drafted == 2 * accepted >= NEW - 4

@@ -145,7 +145,7 @@ class Works:
         known = self.serving.environment(**ENVIRONMENT, PATH=path)
         return running(["bash", "-c", command, "serve"], log, cwd=folder.parent, env=known)
 
-    def own(self, target: str, method: str, parts: Parts, depth: int, **options: Any) -> dict[str, Any]:
+    def own_drafts(self, target: str, method: str, parts: Parts, depth: int, **options: Any) -> dict[str, Any]:
         """Return the target's greedy tokens by transformers, and the drafts of this engine."""
         model, sampling = self.models[target], Sampling()
         said, drafts, accepted = [], 0, [0] * depth
@@ -196,15 +196,17 @@ def works(tmp_path: Path, make_llama: Callable[..., LlamaForCausalLM], serving: 
 
 @pytest.mark.parametrize("target", ["random", "ring"])
 def test_vllm_without_drafting_equals_the_target(target: str, works: Works) -> None:
-    assert works.ask(target, None) == {"said": works.own(target, "autoregressive", Parts(), 0)["said"]}
+    assert works.ask(target, None) == {"said": works.own_drafts(target, "autoregressive", Parts(), 0)["said"]}
 
 
 @pytest.mark.parametrize(("drafter", "of"), [("copy", "random"), ("other-drafter", "other")])
 def test_drafters_draft_as_in_this_engine(drafter: str, of: str, works: Works) -> None:
     folder = works.export(drafter, "vllm-sglang")
-    own = works.own("random", "speculative", Parts(drafter=wrap_model(works.models[of])), GAMMA, gamma=GAMMA)
+    own_drafts = works.own_drafts(
+        "random", "speculative", Parts(drafter=wrap_model(works.models[of])), GAMMA, gamma=GAMMA
+    )
     found = works.ask("random", "draft_model", model=str(folder), num_speculative_tokens=GAMMA)
-    assert found == own | {"drafted": GAMMA * own["drafts"]}
+    assert found == own_drafts | {"drafted": GAMMA * own_drafts["drafts"]}
     if drafter == "copy":
         assert found["accepted"] == [found["drafts"]] * GAMMA
     else:
@@ -214,10 +216,10 @@ def test_drafters_draft_as_in_this_engine(drafter: str, of: str, works: Works) -
 @pytest.mark.parametrize("name", ["exact", "often wrong"])
 def test_heads_draft_as_in_this_engine(name: str, works: Works, tmp_path: Path) -> None:
     folder, heads = works.export(name, "medusa"), works.heads[name]
-    own = works.own("ring", "medusa", Parts(heads=heads), HEADS, tree="x".join("1" * HEADS))
+    own_drafts = works.own_drafts("ring", "medusa", Parts(heads=heads), HEADS, tree="x".join("1" * HEADS))
     settings: dict[str, Any] = {"model": str(folder), "num_speculative_tokens": HEADS}
     found = works.ask("ring", "medusa", save=tmp_path / "seen", **settings)
-    assert found == own | {"drafted": HEADS * own["drafts"]}
+    assert found == own_drafts | {"drafted": HEADS * own_drafts["drafts"]}
     if name == "exact":
         assert found["accepted"] == [found["drafts"]] * HEADS
     else:
@@ -243,13 +245,13 @@ def test_the_number_of_heads_is_an_upper_limit(works: Works) -> None:
 
 def test_tables_draft_as_in_this_engine(works: Works) -> None:
     folder = works.export("table", "vllm-bigrams", speculative_tokens=GAMMA)
-    own = works.own("ring", "bigram", Parts(table=works.table), GAMMA, gamma=GAMMA)
+    own_drafts = works.own_drafts("ring", "bigram", Parts(table=works.table), GAMMA, gamma=GAMMA)
     settings: dict[str, Any] = {"model": "vllm_proposer.BigramProposer", "num_speculative_tokens": GAMMA}
     found = works.ask("ring", "custom_class", path=str(folder), **settings)
-    assert found["said"] == own["said"]
+    assert found["said"] == own_drafts["said"]
     # where nothing was counted this engine drafts all the same, in vain, and vLLM is handed nothing
-    assert found["accepted"] == own["accepted"]
-    assert own["drafts"] - 3 <= found["drafts"] <= own["drafts"]
+    assert found["accepted"] == own_drafts["accepted"]
+    assert own_drafts["drafts"] - 3 <= found["drafts"] <= own_drafts["drafts"]
     assert 0 < sum(found["accepted"]) < found["drafted"] <= GAMMA * found["drafts"]
     verify_artifact(folder)
 
@@ -267,7 +269,7 @@ def test_the_command_of_serving_serves(
     name: str, form: str, target: str, gamma: int, works: Works, tmp_path: Path
 ) -> None:
     folder, serving = works.export(name, form), works.serving
-    said = works.own(target, "autoregressive", Parts(), 0)["said"]
+    said = works.own_drafts(target, "autoregressive", Parts(), 0)["said"]
     with works.served(folder, tmp_path / "log") as server:
         asked = {"model": str(works.folder / target), "max_tokens": NEW, "temperature": 0, "ignore_eos": True}
         for prompt, expected in zip(PROMPTS, said, strict=True):

@@ -56,38 +56,38 @@ def stale_probs(patch: pytest.MonkeyPatch) -> None:
     """Give the verifier the distributions of the drafter's previous step."""
     propose = DraftTree.propose
 
-    def changed(self: DraftTree, context: Context) -> Any:
+    def patched(self: DraftTree, context: Context) -> Any:
         proposal = propose(self, context)
         before = self.__dict__.get("before", proposal.draft_probs_BMV)
         self.__dict__["before"] = proposal.draft_probs_BMV
         proposal.draft_probs_BMV = before
         return proposal
 
-    patch.setattr(DraftTree, "propose", changed)
+    patch.setattr(DraftTree, "propose", patched)
 
 
 def stale_masks(patch: pytest.MonkeyPatch) -> None:
     """Use the mask of the first tree for all trees of the same size."""
     bias, kept = Tree.bias, dict[Any, Any]()
 
-    def changed(self: Tree, start: int, stop: int) -> Any:
+    def patched(self: Tree, start: int, stop: int) -> Any:
         return kept.setdefault((len(self.parents_BN), start, stop), bias(self, start, stop))
 
-    patch.setattr(Tree, "bias", changed)
+    patch.setattr(Tree, "bias", patched)
 
 
 def pairs_of_draws(patch: pytest.MonkeyPatch) -> None:
     """Return the numbers of the previous call in every second call."""
     uniform = Rng.uniform
 
-    def changed(self: Rng, *shape: int) -> Any:
+    def patched(self: Rng, *shape: int) -> Any:
         before = self.__dict__.pop("before", None)
         if before is not None and before.shape[1:] == shape:
             return before
         self.__dict__["before"] = uniform(self, *shape)
         return self.__dict__["before"].clone()
 
-    patch.setattr(Rng, "uniform", changed)
+    patch.setattr(Rng, "uniform", patched)
 
 
 _OPTIONS: dict[str, dict[str, Any]] = {

@@ -85,7 +85,7 @@ class DeviceError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Found:
+class Event:
     """Event and the line that caused it."""
 
     kind: str
@@ -111,8 +111,8 @@ class PretendCuda:
 
     def reset(self) -> None:
         """Clear all records."""
-        self.syncs: list[Found] = []
-        self.unpinned: list[Found] = []
+        self.syncs: list[Event] = []
+        self.unpinned: list[Event] = []
         self.launches: Counter[str] = Counter()
 
     # location of tensors
@@ -223,7 +223,7 @@ class PretendCuda:
 
     def wait(self, kind: str, operation: str) -> None:
         """Record that the host waits; raise DeviceError during a capture."""
-        found = Found(kind, operation, self.where())
+        found = Event(kind, operation, self.where())
         self.syncs.append(found)
         if self.recording is not None:
             raise DeviceError(f"operation not permitted when stream is capturing: {found}")
@@ -303,7 +303,7 @@ class PretendCuda:
         elif waits:
             self.wait("send", "copy to the device")
         elif not self.is_pinned(source):
-            self.unpinned.append(Found("unpinned", "non_blocking copy", self.where()))
+            self.unpinned.append(Event("unpinned", "non_blocking copy", self.where()))
 
     def _check_indices(self, name: str, args: Any) -> None:
         base, indices = args[0], [index for index in args[1] if index is not None]

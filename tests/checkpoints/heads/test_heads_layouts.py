@@ -67,19 +67,19 @@ def write_safetensors(state: State, target: LlamaForCausalLM, folder: Path) -> N
     write_config(folder)
 
 
-def whole(state: State, target: LlamaForCausalLM) -> State:
+def whole_model_state(state: State, target: LlamaForCausalLM) -> State:
     return target.state_dict() | {f"medusa_head.{name}": tensor.clone() for name, tensor in state.items()}
 
 
 def write_whole(state: State, target: LlamaForCausalLM, folder: Path) -> None:
     target.config.save_pretrained(folder)
-    save_file(whole(state, target), folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(whole_model_state(state, target), folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def write_shards(state: State, target: LlamaForCausalLM, folder: Path) -> None:
     """Write the heads to two of three shards, with head 1 in both."""
     target.config.save_pretrained(folder)
-    tensors = whole(state, target)
+    tensors = whole_model_state(state, target)
     heads = sorted(name for name in tensors if name.startswith("medusa_head."))
     cut = heads.index("medusa_head.1.0.linear.weight")
     parts = [[name for name in tensors if name not in heads], heads[:cut], heads[cut:]]

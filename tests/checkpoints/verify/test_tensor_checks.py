@@ -30,7 +30,7 @@ def make() -> PreTrainedModel:
     return AutoModelForCausalLM.from_config(LlamaConfig(**SIZES, intermediate_size=32))
 
 
-def changed(path: Path, change: Change) -> None:
+def edit_tensors(path: Path, change: Change) -> None:
     tensors = load_file(path)
     change(tensors)
     save_file(tensors, path, {"format": "pt", "vocab_size": str(VOCAB)})
@@ -46,7 +46,7 @@ def save(out: Path, change: Change = lambda tensors: None) -> Path:
 
     def write(folder: Path) -> None:
         make().save_pretrained(folder)
-        changed(folder / "model.safetensors", change)
+        edit_tensors(folder / "model.safetensors", change)
 
     return artifact(out, write)
 
@@ -112,7 +112,7 @@ def test_faults_of_heads_and_tables_are_noticed(kind: str, change: Change, said:
             save_heads(PredictionHeads(3, 1, 16, VOCAB), folder, "target")
         else:
             BigramTable.from_documents([np.arange(VOCAB)], VOCAB).save(folder)
-        changed(next(folder.glob("*.safetensors")), change)
+        edit_tensors(next(folder.glob("*.safetensors")), change)
 
     faults = find_faults(artifact(tmp_path / "a", write, kind))[1]
     assert [said in fault for fault in faults] == ([] if said is None else [True])
@@ -120,7 +120,7 @@ def test_faults_of_heads_and_tables_are_noticed(kind: str, change: Change, said:
 
 def test_missing_tensors_are_an_error_on_loading(tmp_path: Path) -> None:
     make().save_pretrained(tmp_path)
-    changed(tmp_path / "model.safetensors", lose("lm_head.weight"))
+    edit_tensors(tmp_path / "model.safetensors", lose("lm_head.weight"))
     LlamaForCausalLM.from_pretrained(tmp_path)
     said = r"no language model could be loaded from .*: the weights lm_head\.weight are missing"
     for load in (load_model, load_language_model):

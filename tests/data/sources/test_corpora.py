@@ -69,15 +69,15 @@ def test_a_local_path_stands_in_for_a_corpus(tmp_path: Path) -> None:
         jsonl(tmp_path / f"{split}-00000.jsonl", {"prompt": "p", "messages": [{"role": "user", "content": split}]})
     jsonl(tmp_path / "piqa.jsonl", {"goal": "How?", "sol1": "so", "sol2": "thus", "label": 0})
 
-    def asked(*source: str, **options: Any) -> list[str]:
+    def last_questions(*source: str, **options: Any) -> list[str]:
         return [prompt.turns[-1].text for prompt in read_prompts(*source, **options)]
 
     folder = str(tmp_path)
-    assert asked("ultrachat-200k", path=folder) == ["train_sft"]
-    assert asked("HuggingFaceH4/ultrachat_200k", path=folder, split="test_sft") == ["test_sft"]
+    assert last_questions("ultrachat-200k", path=folder) == ["train_sft"]
+    assert last_questions("HuggingFaceH4/ultrachat_200k", path=folder, split="test_sft") == ["test_sft"]
     (prompt,) = read_prompts("ybisk/piqa", path=str(tmp_path / "piqa.jsonl"))
     assert prompt.references == ("so",)
-    assert asked("someone/else", path=str(tmp_path / "piqa.jsonl")) == ["How?"]
+    assert last_questions("someone/else", path=str(tmp_path / "piqa.jsonl")) == ["How?"]
 
 
 @pytest.mark.parametrize(
@@ -160,15 +160,15 @@ def test_prompts_of_conversations(tmp_path: Path) -> None:
 def hub(monkeypatch: pytest.MonkeyPatch) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Return the requests to a stand-in of the hub and its rows."""
     datasets = pytest.importorskip("datasets")
-    asked: list[dict[str, Any]] = []
+    last_questions: list[dict[str, Any]] = []
     rows = [{"prompt": str(i), "response": "hi", "scores": [i]} for i in range(11)]
 
     def load(path: str, **options: Any) -> Any:
-        asked.append({"path": path, **options})
+        last_questions.append({"path": path, **options})
         return datasets.Dataset.from_list(rows)
 
     monkeypatch.setattr(datasets, "load_dataset", load)
-    return asked, rows
+    return last_questions, rows
 
 
 def test_the_hub_is_read_in_shards(hub: tuple[Any, list[dict[str, Any]]]) -> None:
@@ -177,13 +177,13 @@ def test_the_hub_is_read_in_shards(hub: tuple[Any, list[dict[str, Any]]]) -> Non
 
 
 def test_the_hub_gets_the_arguments_of_registry_or_user(hub: tuple[list[dict[str, Any]], Any]) -> None:
-    asked, _ = hub
+    last_questions, _ = hub
     list(open_dialogues("someone/chats", config="c", split="test", revision="abc", file="x.json"))
     for name, split in (("piqa", None), ("lmsys/lmsys-chat-1m", "train[:10]")):
         with suppress(ValueError):  # the rows are of another form
             list(open_dialogues(name, split=split))
     nothing = {"name": None, "split": "train", "revision": None, "data_files": None}
-    assert asked == [
+    assert last_questions == [
         {"path": "someone/chats", "name": "c", "split": "test", "revision": "abc", "data_files": "x.json"},
         {**nothing, "path": "ybisk/piqa", "split": "validation", "revision": "refs/convert/parquet"},
         {**nothing, "path": "lmsys/lmsys-chat-1m", "split": "train[:10]"},

@@ -94,7 +94,7 @@ def fake_nvml(world: World, devices: dict[str, float] | None = None, window: flo
             raise NVMLError(f"{uuid} Not Found")
         return uuid
 
-    def seen(period: int) -> float:
+    def sensor_value(period: int) -> float:
         end = 1000.0 + PERIOD * (period + 1)
         return (world.joules(end) - world.joules(end - window)) * PERIOD / window
 
@@ -102,7 +102,7 @@ def fake_nvml(world: World, devices: dict[str, float] | None = None, window: flo
 
     def total(handle: str) -> int:
         while len(totals) <= int((world.now - 1000.0) / PERIOD + 1e-9):
-            totals.append(totals[-1] + seen(len(totals) - 1))
+            totals.append(totals[-1] + sensor_value(len(totals) - 1))
         return 5_000_000 + round(1000 * shares[handle] * totals[-1])
 
     module.NVMLError = NVMLError

@@ -203,7 +203,7 @@ def test_a_category_equals_an_evaluation_of_its_prompts(evaluation: Evaluation) 
     assert row["by_category"]["text"]["rouge_l"] is None
 
 
-def changed(runs: dict[str, Run], label: str, place: int, ids: list[int], **counts: int) -> dict[str, Run]:
+def change_text(runs: dict[str, Run], label: str, place: int, ids: list[int], **counts: int) -> dict[str, Run]:
     """Return the runs with one changed text and its counts."""
     by_prompt = list(runs[label].by_prompt)
     first, *more = by_prompt[place]
@@ -214,7 +214,7 @@ def changed(runs: dict[str, Run], label: str, place: int, ids: list[int], **coun
 def test_a_lossless_method_with_another_text_is_reported(evaluation: Evaluation) -> None:
     ids = evaluation.runs["chain"].ids[1]
     other = [*ids[:-1], (ids[-1] + 1) % 48]
-    summary = evaluation.summary(changed(evaluation.runs, "chain", 1, other))
+    summary = evaluation.summary(change_text(evaluation.runs, "chain", 1, other))
     (broken,) = summary.lossless_violations
     assert "'chain' claims to be lossless, but differs from greedy decoding on 1 of 4 prompts" in broken
     assert "first on prompt 1 (second)" in broken
@@ -222,7 +222,7 @@ def test_a_lossless_method_with_another_text_is_reported(evaluation: Evaluation)
     row = next(row for row in summary.rows if row["label"] == "chain")
     assert (row["identical_to_greedy"], row["near_ties"]) == ([3, 4], 0)
 
-    shorter = changed(evaluation.runs, "chain", 1, ids[:-1], tokens=len(ids) - 1)
+    shorter = change_text(evaluation.runs, "chain", 1, ids[:-1], tokens=len(ids) - 1)
     summary = evaluation.summary(shorter)
     (error,) = summary.errors
     assert f"prompt 1 (second) has {len(ids) - 1} tokens, and of greedy decoding {len(ids)}" in error
@@ -232,7 +232,7 @@ def test_a_lossless_method_with_another_text_is_reported(evaluation: Evaluation)
 
 def test_counts_that_disagree_with_texts_are_reported(evaluation: Evaluation) -> None:
     tokens = len(evaluation.runs["beam"].ids[2])
-    wrong = changed(evaluation.runs, "beam", 2, evaluation.runs["beam"].ids[2], tokens=tokens + 1)
+    wrong = change_text(evaluation.runs, "beam", 2, evaluation.runs["beam"].ids[2], tokens=tokens + 1)
     (error,) = evaluation.summary(wrong).errors
     assert f"prompt 2 (third) has {tokens} tokens, but its steps counted {tokens + 1}" in error
 

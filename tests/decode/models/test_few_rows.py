@@ -112,7 +112,9 @@ def test_norms_and_activations_equal_the_librarys(processor: None, dtype: torch.
     few, weight_OI = product_of(torch.randn(outputs, inputs), dtype)
     norm_I, weight_IO = torch.rand(inputs), weight_OI.double().T
 
-    def made(x_XI: torch.Tensor, add_XO: torch.Tensor | None, norm_I: Any, offset: float, before: int) -> torch.Tensor:
+    def compute(
+        x_XI: torch.Tensor, add_XO: torch.Tensor | None, norm_I: Any, offset: float, before: int
+    ) -> torch.Tensor:
         out_XO = torch.empty(len(x_XI), outputs)
         x, add, out, norm = (None if each is None else each.data_ptr() for each in (x_XI, add_XO, out_XO, norm_I))
         apart = 0 if add_XO is None or len(add_XO) < len(x_XI) else outputs  # one row is added to all
@@ -130,14 +132,14 @@ def test_norms_and_activations_equal_the_librarys(processor: None, dtype: torch.
     for rows in range(1, FEW_ROWS + 1):
         x_XI, add_XO = torch.randn(rows, inputs) * 3, torch.randn(rows, outputs)
         scaled_XI = x_XI.double() / (x_XI.double().square().sum(-1, keepdim=True) + offset**2).sqrt()
-        assert right(made(x_XI, None, None, offset, 0), scaled_XI, 1e-5)
-        found_XO = made(x_XI, add_XO, norm_I, offset, 0) - add_XO.double()
+        assert right(compute(x_XI, None, None, offset, 0), scaled_XI, 1e-5)
+        found_XO = compute(x_XI, add_XO, norm_I, offset, 0) - add_XO.double()
         assert right(found_XO, scaled_XI * norm_I.double(), 1e-5)
-        found_XO = made(x_XI, add_XO[:1], norm_I, offset, 0) - add_XO[:1].double()
+        found_XO = compute(x_XI, add_XO[:1], norm_I, offset, 0) - add_XO[:1].double()
         assert right(found_XO, scaled_XI * norm_I.double(), 1e-5)
         apart_XI = (x_XI + 2).double() - (x_XI + 2).double().mean(-1, keepdim=True)
         scaled_XI = apart_XI / (apart_XI.square().sum(-1, keepdim=True) + offset**2).sqrt()
-        assert right(made(x_XI + 2, None, norm_I, offset, CENTRED), scaled_XI * norm_I.double(), 1e-5)
+        assert right(compute(x_XI + 2, None, norm_I, offset, CENTRED), scaled_XI * norm_I.double(), 1e-5)
         gate_up_XI = torch.randn(rows, 2 * inputs)
         gate_up_XI[:, :inputs] *= torch.logspace(-3, 3, inputs)
         gate_XI, up_XI = gate_up_XI.double().chunk(2, -1)
@@ -145,13 +147,13 @@ def test_norms_and_activations_equal_the_librarys(processor: None, dtype: torch.
             gated = activation in GATES.values()
             activated_XI = function(gate_XI) * (up_XI if gated else 1)
             given_XI = gate_up_XI if gated else gate_up_XI[:, :inputs].contiguous()
-            found_XO = made(given_XI, add_XO, None, -1.0, activation) - add_XO.double()
+            found_XO = compute(given_XI, add_XO, None, -1.0, activation) - add_XO.double()
             assert right(found_XO, activated_XI, 1e-6 * float((activated_XI @ weight_IO).abs().max()) + 1e-4)
     edges_1I = torch.cat(
         (torch.tensor([[-1e4, -200.0, -88.0, 0.0, 88.0, 200.0, 1e30, 3.0]]).repeat(1, 12), torch.ones(1, inputs)), -1
     )
     (few, _), outputs = product_of(torch.eye(inputs), dtype), inputs
-    row_XO = made(edges_1I, None, None, -1.0, GATES["silu"]).float()
+    row_XO = compute(edges_1I, None, None, -1.0, GATES["silu"]).float()
     expected_XO = torch.nn.functional.silu(edges_1I[:, :inputs])
     rtol, atol = {PAIRS: (2.0**-8, 1e-30), FOURS: (1e-6, 2.0**-16 * 1e30)}.get(few.kind, (1e-6, 1e-30))
     assert torch.allclose(row_XO, expected_XO, rtol=rtol, atol=atol)
@@ -297,23 +299,23 @@ def test_unsupported_weights_use_the_library() -> None:
 
 @needs_compiler
 def test_kernels_are_compiled_once_if_possible(tmp_path: Path) -> None:
-    def asked(**changes: str) -> tuple[str, list[Path]]:
+    def run_probe(**changes: str) -> tuple[str, list[Path]]:
         environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path)} | changes
         ran = subprocess.run([sys.executable, "-c", ASK], env=environment, capture_output=True, text=True, check=True)
         return ran.stdout.strip(), sorted((tmp_path / "draftsmith").glob("*"))
 
     bare = tmp_path / "bin"
     bare.mkdir()
-    assert asked(PATH=str(bare)) == ("False", []), "no compiler"
+    assert run_probe(PATH=str(bare)) == ("False", []), "no compiler"
     (bare / "cc").write_text("#!/bin/sh\nexit 1\n")
     (bare / "cc").chmod(0o755)
-    assert asked(PATH=str(bare)) == ("False", []), "one that fails"
-    assert asked(DRAFTSMITH_NATIVE="0") == ("False", [])
-    said, (library,) = asked()
+    assert run_probe(PATH=str(bare)) == ("False", []), "one that fails"
+    assert run_probe(DRAFTSMITH_NATIVE="0") == ("False", [])
+    said, (library,) = run_probe()
     assert said == "True"
-    made = library.stat().st_mtime_ns
-    assert asked() == ("True", [library])
-    assert library.stat().st_mtime_ns == made
+    compute = library.stat().st_mtime_ns
+    assert run_probe() == ("True", [library])
+    assert library.stat().st_mtime_ns == compute
 
 
 @needs_compiler

@@ -26,7 +26,7 @@ TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 KINDS = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16 if DEVICE == "cuda" else torch.float16])
 
 
-def made(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+def random_tensor(dtype: torch.dtype, *shape: int) -> torch.Tensor:
     return torch.randn(*shape, device=DEVICE).to(dtype)
 
 
@@ -36,8 +36,8 @@ def made(dtype: torch.dtype, *shape: int) -> torch.Tensor:
 def test_attention_with_any_mask(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     batch, count, heads, kv_heads, width, slots = shape
     torch.manual_seed(0)
-    query_XHE = made(dtype, batch * count, heads, width)
-    keys, values = made(dtype, 2, batch, kv_heads, slots + 9, width)[:, :, :, :slots]
+    query_XHE = random_tensor(dtype, batch * count, heads, width)
+    keys, values = random_tensor(dtype, 2, batch, kv_heads, slots + 9, width)[:, :, :, :slots]
     mask_BMS = torch.zeros(batch, count, slots, device=DEVICE, dtype=dtype)
     mask_BMS.masked_fill_(torch.rand(batch, count, slots, device=DEVICE) < 0.5, -torch.inf)
     mask_BMS[:, :, : slots // 3] = -torch.inf  # whole parts of the slots are seen by no one
@@ -60,12 +60,12 @@ def test_attention_with_any_mask(shape: tuple[int, ...], dtype: torch.dtype) -> 
 def test_queries_and_keys_are_rotated_and_cached(shape: tuple[int, ...], dtype: torch.dtype, normed: bool) -> None:
     batch, count, heads, kv_heads, width, slots = shape
     torch.manual_seed(0)
-    qkv_XO = made(dtype, batch * count, (heads + 2 * kv_heads) * width)
-    cos, sin = made(dtype, 2, batch * count, width)
-    cache = made(dtype, 2, batch, kv_heads, slots, width)
+    qkv_XO = random_tensor(dtype, batch * count, (heads + 2 * kv_heads) * width)
+    cos, sin = random_tensor(dtype, 2, batch * count, width)
+    cache = random_tensor(dtype, 2, batch, kv_heads, slots, width)
     before = cache.clone()
     slots_BM = torch.stack([torch.randperm(slots, device=DEVICE)[:count] for _ in range(batch)])
-    norms_O = made(dtype, (heads + 2 * kv_heads) * width) if normed else None
+    norms_O = random_tensor(dtype, (heads + 2 * kv_heads) * width) if normed else None
     found = fused.rotate_and_keep(qkv_XO, cos, sin, *cache, slots_BM, norms_O, 1e-5)
     split = qkv_XO.double().view(batch, count, -1, width)
     values = split[:, :, heads + kv_heads :]
@@ -89,7 +89,7 @@ def test_queries_and_keys_are_rotated_and_cached(shape: tuple[int, ...], dtype: 
 @KINDS
 @pytest.mark.parametrize("width", [576, 1300])
 def test_norms(width: int, dtype: torch.dtype) -> None:
-    x_XD, weight_D = made(dtype, 5, width), made(dtype, width)
+    x_XD, weight_D = random_tensor(dtype, 5, width), random_tensor(dtype, width)
     found = fused.normed(x_XD, weight_D, 1e-5)
     assert (found - F.rms_norm(x_XD, (width,), weight_D, 1e-5)).abs().max() <= 4 * TOLERANCES[dtype]
 
@@ -97,6 +97,6 @@ def test_norms(width: int, dtype: torch.dtype) -> None:
 @pytest.mark.gpu
 @KINDS
 def test_gated_activation(dtype: torch.dtype) -> None:
-    gate_up = made(dtype, 5, 2 * 1300)
+    gate_up = random_tensor(dtype, 5, 2 * 1300)
     gate, up = gate_up.chunk(2, -1)
     assert (fused.gated(gate_up) - F.silu(gate) * up).abs().max() <= 4 * TOLERANCES[dtype]

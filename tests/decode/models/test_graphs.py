@@ -154,7 +154,9 @@ def test_replayed_runs_equal_eager_runs(
     assert recordings.replayed > 10
 
 
-def kept(target: LanguageModel, name: str, drafter: LanguageModel, temperature: float, **options: object) -> object:
+def accepted_drafts(
+    target: LanguageModel, name: str, drafter: LanguageModel, temperature: float, **options: object
+) -> object:
     """Return the texts of two rows, and the number of accepted draft tokens of each step."""
     sampling, seen = Sampling(temperature), []
     method = build_method(name, Parts(drafter), sampling, **options)
@@ -185,8 +187,8 @@ def test_unused_draft_levels_do_not_change_texts(
     target = wrap_model(make_llama(VOCAB, sharpness=1.5))
     fast, recordings = graphed(target)
     for options in (*of_two, *reversed(of_two)):  # caches change hands between target and drafter
-        wanted = kept(target, name, target, temperature, **options)
-        assert kept(fast, name, fast, temperature, **options) == wanted
+        wanted = accepted_drafts(target, name, target, temperature, **options)
+        assert accepted_drafts(fast, name, fast, temperature, **options) == wanted
     assert recordings.replayed > 10
 
 
@@ -258,7 +260,7 @@ def test_tables_that_a_graph_reads_are_kept(make_llama: Build) -> None:
     cache.set_lengths([390])
     model.extend(cache, torch.ones(1, 1, dtype=torch.int64))
     assert len(model._rotation.tables[""][0]) > len(table)
-    assert any(kept[""][0] is table for kept in model._rotation.outgrown if kept)
+    assert any(accepted_drafts[""][0] is table for accepted_drafts in model._rotation.outgrown if accepted_drafts)
 
 
 # Models that are spread over devices or offloaded: no graphs, and a cache whose layers lie where they are computed.

@@ -90,7 +90,7 @@ def scorer(family: str, noise: float = 0.0) -> LanguageModel:
 
 
 @cache
-def wanted(family: str) -> tuple[list[list[int]], int, list[list[int]]]:
+def expected(family: str) -> tuple[list[list[int]], int, list[list[int]]]:
     """Return the output of transformers for each source, without and with an end-of-sequence token."""
     model = build(family)
     full = [greedy(model, source, COUNT) for source in SOURCES]
@@ -171,7 +171,7 @@ def test_greedy_output_equals_transformers(
     make_parts: Callable[..., Parts], family: str, name: str, options: dict[str, Any]
 ) -> None:
     target, parts = scorer(family), make_parts(family)
-    full, stop, stopped = wanted(family)
+    full, stop, stopped = expected(family)
     assert len(stopped[0]) <= 7
     output, steps = run(target, name, parts, **options)
     assert output == full

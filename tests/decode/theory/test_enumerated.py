@@ -29,7 +29,7 @@ Models = tuple[Tensor, Tensor]
 SAMPLINGS = [Sampling(0.5), Sampling(1.0), Sampling(2.0), Sampling(1.0, top_k=2), Sampling(1.0, top_p=0.7)]
 
 
-class Given(Rng):
+class GivenRng(Rng):
     """Random numbers with given values."""
 
     def __init__(self, uniform_BU: Tensor) -> None:
@@ -61,17 +61,19 @@ def law(rule: Verifier, models: Models) -> Tensor:
     target_BNV = target_PVV[pair_B[:, None], tokens_BN]
     proposal = Proposal(Tree.chain(DEPTH), tokens_BN, draft_BKV)
 
-    def kept(level: int, number_B: Tensor, last_B: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def forced_numbers(level: int, number_B: Tensor, last_B: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return random numbers with which tests before `level` pass if they can and later ones fail if they can."""
         uniform_BU = torch.full((rows, DEPTH + 1), ALMOST).double()
         uniform_BU[:, :level], uniform_BU[:, -1] = 0.0, 0.0 if last_B is None else last_B
         if level < DEPTH:
             uniform_BU[:, level] = number_B
-        verdict = rule.verify(proposal, target_BNV, Given(uniform_BU))
+        verdict = rule.verify(proposal, target_BNV, GivenRng(uniform_BU))
         return verdict.accepted_B, verdict.next_B
 
     fails_B = torch.full((rows,), ALMOST).double()
-    thresholds = [bisected(lambda u_B, level=level: kept(level, u_B)[0] > level, rows) for level in range(DEPTH)]
+    thresholds = [
+        bisected(lambda u_B, level=level: forced_numbers(level, u_B)[0] > level, rows) for level in range(DEPTH)
+    ]
     pass_BK = torch.stack(thresholds, 1)
     found_PX = torch.zeros(PAIRS, VOCAB ** (DEPTH + 1)).double()
     drawn_B = draft_BKV.gather(2, drafts_BK[..., None])[..., 0].prod(1)
@@ -81,10 +83,10 @@ def law(rule: Verifier, models: Models) -> Tensor:
         else:  # all before the first that fails
             chance_B = pass_BK[:, :count].prod(1) * (1 - pass_BK[:, count] if count < DEPTH else 1)
         chance_B = chance_B * drawn_B
-        possible_B = kept(count, fails_B)[0] == count
+        possible_B = forced_numbers(count, fails_B)[0] == count
         assert chance_B[~possible_B].sum() < 1e-9
         below = [
-            bisected(lambda u_B, token=token, count=count: kept(count, fails_B, u_B)[1] <= token, rows)
+            bisected(lambda u_B, token=token, count=count: forced_numbers(count, fails_B, u_B)[1] <= token, rows)
             for token in range(VOCAB - 1)
         ]
         cdf_BV = torch.stack((*below, torch.ones(rows).double()), 1)
@@ -99,7 +101,7 @@ def law(rule: Verifier, models: Models) -> Tensor:
     return found_PX
 
 
-def wanted(target_PVV: Tensor) -> Tensor:
+def target_law(target_PVV: Tensor) -> Tensor:
     """Return the distribution [P, X] of the target."""
     texts_XT = torch.tensor(list(itertools.product(range(VOCAB), repeat=DEPTH + 1)))
     before_XT = torch.nn.functional.pad(texts_XT, (1, 0))[:, :-1]
@@ -121,7 +123,7 @@ def models_of(sampling: Sampling, kind: str) -> Models:
 @pytest.mark.parametrize("rule", [ExactChain, ExactBlock])
 def test_the_output_has_the_targets_distribution(rule: type[Verifier], sampling: Sampling, kind: str) -> None:
     models = models_of(sampling, kind)
-    torch.testing.assert_close(law(rule(), models), wanted(models[0]), atol=1e-6, rtol=0)
+    torch.testing.assert_close(law(rule(), models), target_law(models[0]), atol=1e-6, rtol=0)
 
 
 class WrongResidual(ExactChain):
@@ -133,4 +135,4 @@ class WrongResidual(ExactChain):
 
 def test_a_wrong_residual_is_detected() -> None:
     models = models_of(Sampling(1.0), "different")
-    assert (law(WrongResidual(), models) - wanted(models[0])).abs().max() > 1e-3
+    assert (law(WrongResidual(), models) - target_law(models[0])).abs().max() > 1e-3

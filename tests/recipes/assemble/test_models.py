@@ -123,7 +123,7 @@ def logits(model: Any) -> torch.Tensor:
 
 
 @torch.no_grad()
-def written(model: Any, count: int = 10) -> list[int]:
+def generate_ids(model: Any, count: int = 10) -> list[int]:
     options = {"do_sample": False, "max_new_tokens": count, "eos_token_id": None, "pad_token_id": 0}
     ids = model.generate(TOKENS, attention_mask=torch.ones_like(TOKENS), **options)[0]
     return ids[1 if model.config.is_encoder_decoder else TOKENS.shape[1] :].tolist()
@@ -180,7 +180,7 @@ def test_a_pruned_model_equals_the_source_without_other_layers(family: str, save
     trainable.save(tmp_path / "cut")
     again = load_model(str(tmp_path / "cut"))
     torch.testing.assert_close(logits(again), logits(model), rtol=0, atol=0)
-    assert written(again) == written(model)
+    assert generate_ids(again) == generate_ids(model)
     whole: Any = load_model(source)
     if not whole.config.is_encoder_decoder:  # the source itself, with the other layers made to do nothing
         found = next(part for part in whole.modules() if isinstance(part, torch.nn.ModuleList) and len(part) == 4)
@@ -193,7 +193,7 @@ def test_a_pruned_model_equals_the_source_without_other_layers(family: str, save
         assert model.config.layer_types == ["sliding_attention"] * 2
         return  # decoding goes no further than so short a window
     found = decoded(wrap_model(load_model(source)), "speculative", wrap_model(model), gamma=3)
-    assert found == written(load_model(source))
+    assert found == generate_ids(load_model(source))
 
 
 def test_a_pruned_t5_keeps_positions_and_both_stacks(saved: Any) -> None:
@@ -256,15 +256,15 @@ def test_lora_files_give_the_trained_model(
 def test_decoding_during_lora_training_equals_transformers(family: str, saved: Any) -> None:
     target = load_model(saved(family, 5))
     trainable = build_model(section(source=saved(family, 6), lora={"rank": 3, "dropout": 0.2}), 1)
-    plain = written(trainable.model)
+    plain = generate_ids(trainable.model)
     train_some_steps(trainable)
     trainable.model.train()  # as the loop leaves it
     drafter = wrap_model(trainable.model, check=False)
-    wanted = written(trainable.model)
+    wanted = generate_ids(trainable.model)
     assert wanted != plain, "the adapter had no effect"
     for model in (drafter, wrap_model(trainable.adapter)):
         assert decoded(model, "autoregressive") == wanted
-    assert decoded(wrap_model(target), "speculative", drafter, gamma=3) == written(target)
+    assert decoded(wrap_model(target), "speculative", drafter, gamma=3) == generate_ids(target)
 
 
 def test_a_changed_output_projection_is_trained_and_merged(saved: Any, tmp_path: Path) -> None:

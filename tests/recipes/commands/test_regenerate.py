@@ -90,8 +90,8 @@ def test_questions_alone_are_answered(values: dict[str, Any], tmp_path: Path) ->
     source = tmp_path / "questions.jsonl"
     source.write_text('{"turns": ["b c?", "d?"]}\n"e f?"\n')
     assert run(values, source=str(source)).written == 2
-    said = [[message["role"] for message in row["messages"]] for row in rows(values["out"]).values()]
-    assert sorted(said) == [["user", "assistant"], ["user", "assistant", "user", "assistant"]]
+    reply_with = [[message["role"] for message in row["messages"]] for row in rows(values["out"]).values()]
+    assert sorted(reply_with) == [["user", "assistant"], ["user", "assistant", "user", "assistant"]]
     source.write_text("")
     with pytest.raises(ValueError, match="0 of 0 rows"):
         run(values, source=str(source), out=f"{values['out']}.more.jsonl")
@@ -108,9 +108,9 @@ def test_answers_equal_transformers_turn_by_turn(values: dict[str, Any]) -> None
             ids = tokenizer.apply_chat_template(
                 row["messages"][:place], add_generation_prompt=True, return_tensors="pt", return_dict=False
             )
-            said = model.generate(ids, max_new_tokens=24, do_sample=False, pad_token_id=0)[0, ids.shape[1] :]
-            assert row["messages"][place]["content"] == tokenizer.decode(said, skip_special_tokens=True)
-            ended = int(said[-1]) == tokenizer.eos_token_id
+            reply_with = model.generate(ids, max_new_tokens=24, do_sample=False, pad_token_id=0)[0, ids.shape[1] :]
+            assert row["messages"][place]["content"] == tokenizer.decode(reply_with, skip_special_tokens=True)
+            ended = int(reply_with[-1]) == tokenizer.eos_token_id
             assert row["finish"][place // 2] == ("stop" if ended else "length")
     assert report.written + report.failed == 30
     assert min(finishes.count("stop"), finishes.count("length")) > 5
@@ -267,7 +267,7 @@ class Server:
         self._http.server_close()
 
 
-def said(text: str, finish: str | None = "stop") -> tuple[int, Any]:
+def reply_with(text: str, finish: str | None = "stop") -> tuple[int, Any]:
     choice = {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": finish}
     return 200, {"id": "1", "object": "chat.completion", "created": 1, "model": "m", "choices": [choice]}
 
@@ -287,7 +287,7 @@ def serve() -> Iterator[Callable[..., Server]]:
 
 
 def echo(body: dict[str, Any]) -> tuple[int, Any]:
-    return said(f"{len(body['messages'])} messages, the last {body['messages'][-1]['content']}")
+    return reply_with(f"{len(body['messages'])} messages, the last {body['messages'][-1]['content']}")
 
 
 def test_requests_to_a_server(values: dict[str, Any], serve: Callable[..., Server]) -> None:
@@ -315,8 +315,8 @@ def test_failures_are_recorded_without_the_key_and_retried(
         if broken and length == 1:
             return 400, {"error": {"message": f"Bearer very-secret may not ask this {length}"}}
         if broken and length == 3:
-            return said("cannot say", "content_filter")
-        return said(" \ud83d") if length == 1 else echo(body)
+            return reply_with("cannot say", "content_filter")
+        return reply_with(" \ud83d") if length == 1 else echo(body)
 
     server = serve(moody)
     recipe = served(values, server.url, key_variable="A_SERVERS_KEY") | {"template": "vicuna-v1.1", "limit": 5}
@@ -360,13 +360,13 @@ def chosen(**message: Any) -> tuple[int, Any]:
 
 
 ODD: list[tuple[int, Any]] = [
-    (200, json.dumps(said("caf\u00e9")[1], ensure_ascii=False).encode("latin-1")),
+    (200, json.dumps(reply_with("caf\u00e9")[1], ensure_ascii=False).encode("latin-1")),
     (200, b'{"choices": [{"mess'),
     (200, {"choices": [7]}),
     (200, {"error": "busy"}),
     chosen(content=[{"type": "text", "text": "yes"}]),
     chosen(),
-    said("yes", {"reason": "stop"}),  # type: ignore[arg-type]
+    reply_with("yes", {"reason": "stop"}),  # type: ignore[arg-type]
     (403, {"error": {"message": "this one is not allowed"}}),
     (404, {"error": {"message": "no such thing"}}),
     (0, None),

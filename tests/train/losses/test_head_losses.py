@@ -47,7 +47,7 @@ class Case:
     def leaves(self) -> list[Tensor]:
         return [tensor for tensor in (self.features, *self.projections) if tensor.requires_grad]
 
-    def alone(self, weights: dict[str, float], heat: float = 1.0) -> Tensor:
+    def separate_sums(self, weights: dict[str, float], heat: float = 1.0) -> Tensor:
         """Return each head's sum in float64, computed as for a drafter."""
         target = self.teacher.hidden_XE.double() @ self.teacher.weight_VE.double().T
         sums = []
@@ -57,19 +57,19 @@ class Case:
             sums.append(mixture(weights, features, weight.double(), labels, mine, heat)[0])
         return torch.stack(sums)
 
-    def found(self, weights: dict[str, float], chunk: int | None, heat: float = 1.0, **more: Any) -> Any:
+    def fused_sums(self, weights: dict[str, float], chunk: int | None, heat: float = 1.0, **more: Any) -> Any:
         return heads_mixture(
             weights, self.features, self.projections, self.labels, self.teacher, self.rows, heat, chunk, **more
         )
 
 
-def close(found: Iterable[Tensor], expected: Iterable[Tensor], rtol: float, atol: float) -> None:
-    for mine, theirs in zip(found, expected, strict=True):
+def close(fused_sums: Iterable[Tensor], expected: Iterable[Tensor], rtol: float, atol: float) -> None:
+    for mine, theirs in zip(fused_sums, expected, strict=True):
         torch.testing.assert_close(mine, theirs.to(mine.dtype), rtol=rtol, atol=atol)
 
 
-def distance(found: Tensor, expected: Tensor) -> float:
-    return float((found.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-9))
+def distance(fused_sums: Tensor, expected: Tensor) -> float:
+    return float((fused_sums.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-9))
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -80,9 +80,9 @@ def test_each_head_equals_a_drafter(
     shape: Any, weights: dict[str, float], dtype: torch.dtype, rtol: float, heat: float
 ):
     case = Case(shape, dtype)
-    expected = case.alone(weights, heat)
+    expected = case.separate_sums(weights, heat)
     grads = torch.autograd.grad((expected * case.scale).sum(), case.leaves, materialize_grads=True)
-    sums, counts = case.found(weights, shape[4], heat)
+    sums, counts = case.fused_sums(weights, shape[4], heat)
     assert sums.dtype == dtype
     assert counts.tolist() == (case.labels != -100).sum(0).tolist()
     close(sums, expected, rtol / 10, rtol)
@@ -94,11 +94,11 @@ def test_each_head_equals_a_drafter(
 def test_sixteen_bits_stay_close(weights: dict[str, float], autocast: bool):
     """Parameters are bfloat16, or float32 under autocast, where their gradients are float32."""
     case = Case((65, 3, 32, 50), torch.float32 if autocast else torch.bfloat16)
-    grads = torch.autograd.grad(case.alone(weights).sum(), case.leaves)
+    grads = torch.autograd.grad(case.separate_sums(weights).sum(), case.leaves)
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-        sums, _ = case.found(weights, 16)
+        sums, _ = case.fused_sums(weights, 16)
     assert sums.dtype == torch.float32
-    torch.testing.assert_close(sums, case.alone(weights).float(), rtol=2e-2, atol=1e-2)
+    torch.testing.assert_close(sums, case.separate_sums(weights).float(), rtol=2e-2, atol=1e-2)
     for leaf, mine, theirs in zip(case.leaves, torch.autograd.grad(sums.sum(), case.leaves), grads, strict=True):
         assert mine.dtype == leaf.dtype
         assert distance(mine, theirs) < 3e-2
@@ -108,7 +108,7 @@ def test_sixteen_bits_stay_close(weights: dict[str, float], autocast: bool):
 def test_no_positions_and_no_labels_are_zero_with_zero_gradients(taught: bool):
     for case in (Case((0, 2, 4, 9)), Case((6, 2, 4, 9))):
         case.labels.fill_(-100)
-        sums, counts = case.found({"forward-kl" if taught else "cross-entropy": 1.0}, None)
+        sums, counts = case.fused_sums({"forward-kl" if taught else "cross-entropy": 1.0}, None)
         assert counts.tolist() == [0, 0]
         assert sums.tolist() == [0, 0]
         for leaf, grad in zip(case.leaves, torch.autograd.grad(sums.sum(), case.leaves), strict=True):
@@ -122,8 +122,8 @@ def test_a_projection_that_all_heads_share(weights: dict[str, float]):
         case = Case((33, 3, 6, 17), frozen=frozen)
         case.projections = case.projections[:1] * 3
         leaves = [case.features] if frozen else [case.features, case.projections[0]]
-        expected = torch.autograd.grad((case.alone(weights) * case.scale).sum(), leaves)
-        sums, _ = case.found(weights, 8)
+        expected = torch.autograd.grad((case.separate_sums(weights) * case.scale).sum(), leaves)
+        sums, _ = case.fused_sums(weights, 8)
         close(torch.autograd.grad((sums * case.scale).sum(), leaves), expected, 1e-4, 5e-5)
 
 
@@ -132,9 +132,9 @@ def test_heads_may_use_any_teacher_rows():
     case.rows = torch.randint(9, case.rows.shape)
     case.rows[:, 2] = 4
     weights = {"forward-kl": 1.0, "cross-entropy": 0.5}
-    expected = case.alone(weights)
+    expected = case.separate_sums(weights)
     grads = torch.autograd.grad(expected.sum(), case.leaves)
-    sums, _ = case.found(weights, 4)
+    sums, _ = case.fused_sums(weights, 4)
     close(sums, expected, 1e-5, 1e-4)
     close(torch.autograd.grad(sums.sum(), case.leaves), grads, 1e-4, 5e-5)
 
@@ -175,7 +175,7 @@ def test_the_loss_holds_one_chunk_of_logits_for_all_heads():
     gradients = 4 * (positions * heads * hidden + heads * vocab * hidden)
     for weights, chunks in (({"cross-entropy": 1.0}, 1), ({"forward-kl": 1.0}, 2)):
         with Watch() as watch:
-            case.found(weights, chunk)[0].sum().backward()
+            case.fused_sums(weights, chunk)[0].sum().backward()
         blocks = 5 * 4 * BLOCK_ELEMENTS  # temporaries of the elementwise part
         assert 4 * chunk * vocab < watch.peak <= gradients + chunks * 4 * chunk * vocab + blocks + (1 << 20)
         assert watch.peak < 4 * positions * heads * vocab / 3
@@ -188,6 +188,6 @@ def test_the_teacher_is_computed_once_for_all_heads_and_nothing_twice(frozen: bo
     case.labels = torch.randint(vocab, (positions, heads))
     case.rows = torch.arange(positions)[:, None] + torch.arange(1, heads + 1)
     with Watch() as watch:
-        case.found({"forward-kl": 1.0}, 16)[0].sum().backward()
+        case.fused_sums({"forward-kl": 1.0}, 16)[0].sum().backward()
     theirs = 2 * (positions + heads - 1) * (hidden + 2) * vocab
     assert watch.products == each * 2 * positions * heads * hidden * vocab + theirs

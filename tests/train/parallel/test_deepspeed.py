@@ -51,7 +51,7 @@ class Runs:
     launch: Launch
     results: dict[int, dict[str, dict[str, Any]]]
 
-    def said(self, stage: int, name: str) -> dict[str, Any]:
+    def report(self, stage: int, name: str) -> dict[str, Any]:
         if stage not in self.results:
             # "resumed" goes on from what another stage (or one process) has saved
             before = self.folder / f"zero{next(iter(self.results))}" / "untied" if self.results else self.begun
@@ -61,7 +61,7 @@ class Runs:
         return self.results[stage][name]
 
     def state(self, stage: int, name: str) -> Path:
-        self.said(stage, name)
+        self.report(stage, name)
         return self.folder / f"zero{stage}" / name
 
     def weights(self, stage: int, name: str) -> dict[str, torch.Tensor]:
@@ -118,9 +118,9 @@ def test_losses_norms_and_weights_equal_those_of_one_process(
 ):
     job = next(job for job in JOBS if job["name"] == name)
     alone, state = one(name, **{key: value for key, value in job.items() if key != "name"}), runs.state(stage, name)
-    said = runs.said(stage, name)
-    assert said["distributed_type"] == "DEEPSPEED"
-    assert said["processes"] == 2
+    report = runs.report(stage, name)
+    assert report["distributed_type"] == "DEEPSPEED"
+    assert report["processes"] == 2
     assert logged(state, "step") == logged(alone, "step")
     assert logged(state) == pytest.approx(logged(alone), **LOSS)
     assert logged(state, "grad_norm") == pytest.approx(logged(alone, "grad_norm"), **NORM)
@@ -152,11 +152,11 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(
 
 @STAGES
 def test_weights_are_sharded_by_zero_3_while_training_and_whole_for_evaluation_and_at_the_end(runs: Runs, stage: int):
-    said = runs.said(stage, "untied")
-    assert said["between_steps"] == (21 if stage == 3 else 0)  # all of them
-    assert said["in_evaluation"] == 0
-    assert said["afterwards"] == 0
-    assert said["gradients"]
+    report = runs.report(stage, "untied")
+    assert report["between_steps"] == (21 if stage == 3 else 0)  # all of them
+    assert report["in_evaluation"] == 0
+    assert report["afterwards"] == 0
+    assert report["gradients"]
 
 
 @STAGES
@@ -173,7 +173,7 @@ def test_a_bad_gradient_is_skipped_or_stops_the_run_before_the_weights_change(
     assert lines[0].keys() == lines[1].keys()
     assert logged(runs.state(stage, "skipping")) == pytest.approx(logged(alone), **LOSS)
 
-    error = runs.said(stage, "failing")["error"]
+    error = runs.report(stage, "failing")["error"]
     assert error.startswith("TrainingError: the gradient's norm is inf at step 5, blocks [")
     assert "stopped before the weights were changed" in error
     assert [path.name for path in (runs.state(stage, "failing") / "checkpoints").iterdir()] == ["step-000003"]
@@ -181,8 +181,8 @@ def test_a_bad_gradient_is_skipped_or_stops_the_run_before_the_weights_change(
 
 @STAGES
 def test_a_stopped_run_resumes_to_the_same_weights(runs: Runs, logged: Logged, stage: int):
-    assert runs.said(stage, "stopped")["error"].startswith("Interrupted: stopped by SIGTERM after step 2 of 6")
-    assert runs.said(stage, "went on")["resumed_from"] == 2
+    assert runs.report(stage, "stopped")["error"].startswith("Interrupted: stopped by SIGTERM after step 2 of 6")
+    assert runs.report(stage, "went on")["resumed_from"] == 2
     assert logged(runs.state(stage, "stopped")) == logged(runs.state(stage, "untied"))
     weights = runs.weights(stage, "went on")
     assert all(torch.equal(weights[name], tensor) for name, tensor in runs.weights(stage, "untied").items())
@@ -196,7 +196,7 @@ def test_a_run_resumes_under_another_kind_of_parallelism(
     runs: Runs, one: Callable[..., Path], worker: ModuleType, logged: Logged, stage: int, tmp_path: Path
 ):
     alone = one("untied", model=UNEVEN)
-    assert runs.said(stage, "resumed")["resumed_from"] == 3
+    assert runs.report(stage, "resumed")["resumed_from"] == 3
     assert logged(runs.state(stage, "resumed")) == pytest.approx(logged(alone), **LOSS)
 
     as_if_killed(runs.state(stage, "untied"), tmp_path / "on")
@@ -219,11 +219,11 @@ def test_heads_and_medusa2_resume_to_the_same_weights(launch_zero: Launch, logge
     for kind, at in stops:
         jobs.append(common | kinds[kind] | {"name": f"{kind} {at}", "kill_at": at, "kill_rank": 1})
         jobs.append(common | kinds[kind] | {"name": f"{kind} {at} went on", "folder": f"{kind} {at}"})
-    said = launch_zero(tmp_path, 3, jobs)
+    report = launch_zero(tmp_path, 3, jobs)
     for kind, at in stops:
-        assert said[kind]["afterwards"] == 0, "all weights are whole at the end"
-        assert said[f"{kind} {at}"]["error"].startswith(f"Interrupted: stopped by SIGTERM after step {at} of 4")
-        assert said[f"{kind} {at} went on"]["resumed_from"] == at
+        assert report[kind]["afterwards"] == 0, "all weights are whole at the end"
+        assert report[f"{kind} {at}"]["error"].startswith(f"Interrupted: stopped by SIGTERM after step {at} of 4")
+        assert report[f"{kind} {at} went on"]["resumed_from"] == at
         assert logged(tmp_path / f"{kind} {at}") == logged(tmp_path / kind)
         expected, found = (load_file(tmp_path / f"{name}.safetensors") for name in (kind, f"{kind} {at} went on"))
         assert found.keys() == expected.keys()

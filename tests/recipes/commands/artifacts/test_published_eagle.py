@@ -51,7 +51,7 @@ def heads_of(target: Path, layers: list[int], normed: bool = False) -> EagleHead
     return heads.attach(model.get_input_embeddings().weight, model.get_output_embeddings().weight).eval()
 
 
-def changed(folder: Path, change: Change, *, pickled: bool = False) -> Path:
+def edit_heads(folder: Path, change: Change, *, pickled: bool = False) -> Path:
     config, weights = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
     change(config, weights)
     (folder / "config.json").write_text(json.dumps(config))
@@ -90,7 +90,7 @@ def default_layers(config: dict[str, Any], weights: dict[str, torch.Tensor]) -> 
 def test_other_forms_compute_the_same(form: Change, layers: list[int], normed: bool, target: Path) -> None:
     heads = heads_of(target, layers, normed)
     save_eagle(heads, folder := target.with_name("theirs"))
-    changed(folder, form, pickled=form is nested_alone)
+    edit_heads(folder, form, pickled=form is nested_alone)
     out = target.with_name("mine")
     import_published(str(folder), out, str(target), unpickle=form is nested_alone)
     found = load_eagle(out).attach(heads.embedding, torch.zeros(heads.vocab_size, heads.hidden_size))
@@ -154,7 +154,7 @@ def test_a_planted_error_is_named_with_the_affected_engines(
 ) -> None:
     change, check, minding = PLANTED[name]
     save_eagle(heads_of(target, LAYERS), folder := target.with_name("theirs"))
-    changed(folder, change)
+    edit_heads(folder, change)
     assert check_pair(str(target), str(folder), as_json=True) == (not minding)
     found = json.loads(capsys.readouterr().out)
     assert {one["check"] for one in found["findings"]} == ({check} if check else set())
@@ -177,7 +177,7 @@ def test_unsupported_forms_are_refused(change: Change, words: str, target: Path)
     from transformers import AutoConfig
 
     save_eagle(heads_of(target, LAYERS), folder := target.with_name("theirs"))
-    changed(folder, change)
+    edit_heads(folder, change)
     with pytest.raises(ValueError, match=words):
         read_published(folder, AutoConfig.from_pretrained(target), torch.zeros(7, 7))
 
@@ -187,7 +187,7 @@ def test_readings_of_engines_are_listed(target: Path) -> None:
     from transformers import AutoConfig
 
     save_eagle(heads_of(target, LAYERS), folder := target.with_name("theirs"))
-    changed(folder, lambda config, weights: config.update(eagle_config={TOP: LAYERS}))
+    edit_heads(folder, lambda config, weights: config.update(eagle_config={TOP: LAYERS}))
     found = list_readings(json.loads((folder / "config.json").read_text()), AutoConfig.from_pretrained(target))
     assert found[0].names == ["as configured", "vllm", "vllm, runner V1", "llama.cpp"]
     ways = [(one.layers, one.normed) for one in found]
@@ -201,7 +201,7 @@ def test_other_rotary_bases_are_reported(target: Path, base: float, named: list[
     save_eagle(heads_of(target, LAYERS), folder := target.with_name("theirs"))
     config = json.loads((target / "config.json").read_text())
     assert rotary_base(config) == 10_000
-    changed(folder, lambda config, weights: config["rope_parameters"].update(rope_theta=base))
+    edit_heads(folder, lambda config, weights: config["rope_parameters"].update(rope_theta=base))
     findings = examine_eagle(read_model_info(str(target), load_tokenizer), str(folder), folder).findings
     assert [each.check for each in findings if each.check == "rotary positions"] == named
 

@@ -46,19 +46,21 @@ def test_a_killed_evaluation_resumes(recipe: Path, stop: Any, capsys: pytest.Cap
     with journal.open("a") as file:
         file.write(lines[-1][: len(lines[-1]) // 2])  # what a kill in the middle of a write leaves
     work = dict(json.loads(line) for line in lines[1:])
-    kept = {tuple(json.loads(name.removeprefix("run"))): run for name, run in work.items() if name.startswith("run ")}
-    assert 9 <= len(kept) < 4 * PROMPTS
+    finished = {
+        tuple(json.loads(name.removeprefix("run"))): run for name, run in work.items() if name.startswith("run ")
+    }
+    assert 9 <= len(finished) < 4 * PROMPTS
     evaluate(recipe)
     captured = capsys.readouterr()
     assert f"resuming; {len(lines) - 1} runs" in captured.err
-    assert f"{len(kept)} runs are from an earlier" in captured.out
+    assert f"{len(finished)} runs are from an earlier" in captured.out
     results = load_results(out)
-    assert results["resumed"] == len(kept)
+    assert results["resumed"] == len(finished)
     assert results["errors"] == []
     assert not journal.parent.exists()
     rows = {row["label"]: row for row in results["methods"]}
-    assert {label for label, *_ in kept} <= {*rows, "transformers"}
-    for (label, place, _), (ids, _, seconds, _) in kept.items():
+    assert {label for label, *_ in finished} <= {*rows, "transformers"}
+    for (label, place, _), (ids, _, seconds, _) in finished.items():
         if label in rows:
             part = rows[label]["by_prompt"][place]
             assert (part["seconds"], part["tokens"]) == (seconds, len(ids))
@@ -75,13 +77,13 @@ def test_killed_tuning_resumes(recipe: Path, stop: Any, capsys: pytest.CaptureFi
         True,
         False,
     )
-    kept, first = len(journal.read_text().splitlines()) - 1, (folder / "round-1.json").stat().st_mtime_ns
+    count, first = len(journal.read_text().splitlines()) - 1, (folder / "round-1.json").stat().st_mtime_ns
     loaded = load_recipe(str(recipe), ["max_new_tokens=16"])
     assert isinstance(loaded, EvaluateRecipe)
     results = run_tune(loaded)
     said = capsys.readouterr().err
     assert "round-1.json is finished" in said
-    assert f"resuming; {kept} runs" in said
+    assert f"resuming; {count} runs" in said
     assert (folder / "round-1.json").stat().st_mtime_ns == first
     rows = load_results(folder / "round-2.json")["methods"][1:]
     assert {each.label: each.speedup for each in results} == {row["label"]: row["speedup"] for row in rows}
@@ -143,7 +145,7 @@ def opened(folder: Path, **changes: Any) -> Journal:
     return Journal(folder / "results.json", "runs", {"seed": 1, "limit": 3} | changes)
 
 
-def written(folder: Path) -> Path:
+def journal_file(folder: Path) -> Path:
     """Return a journal of three numbers."""
     with opened(folder) as journal:
         for number in range(3):
@@ -151,22 +153,22 @@ def written(folder: Path) -> Path:
         return journal.path
 
 
-def kept(journal: Journal) -> list[int]:
+def numbers_in(journal: Journal) -> list[int]:
     return [journal.known(f"number {number}", NUMBER) for number in range(4) if f"number {number}" in journal]
 
 
 def test_an_incomplete_last_line_is_dropped(tmp_path: Path) -> None:
-    path = written(tmp_path)
+    path = journal_file(tmp_path)
     whole = path.read_bytes()
     ends = [place + 1 for place, byte in enumerate(whole) if byte == 10]
     for end in range(ends[0], len(whole) + 1, 5):
         path.write_bytes(whole[:end])
         count = sum(each <= end for each in ends[1:])
         with opened(tmp_path) as journal:
-            assert kept(journal) == list(range(count))
+            assert numbers_in(journal) == list(range(count))
             journal.add("number 3", NUMBER, 3)
         with opened(tmp_path) as journal:
-            assert kept(journal) == [*range(count), 3]
+            assert numbers_in(journal) == [*range(count), 3]
 
 
 @pytest.mark.parametrize(
@@ -174,7 +176,7 @@ def test_an_incomplete_last_line_is_dropped(tmp_path: Path) -> None:
     [(2, b"\xff\n"), (0, b'["a", 0,\n'), (0, b"[1]\n"), (0, b'{"identity": 3}\n'), (1, b"3\n")],
 )
 def test_a_damaged_line_is_refused(tmp_path: Path, line: int, damage: bytes) -> None:
-    path = written(tmp_path)
+    path = journal_file(tmp_path)
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join([*lines[:line], damage, *lines[line + 1 :]]))
     before = path.read_bytes()
@@ -184,7 +186,7 @@ def test_a_damaged_line_is_refused(tmp_path: Path, line: int, damage: bytes) -> 
 
 
 def test_a_result_of_another_form_is_damaged_too(tmp_path: Path) -> None:
-    written(tmp_path)
+    journal_file(tmp_path)
     with opened(tmp_path) as journal, pytest.raises(ValueError, match="'number 1' has an unexpected format"):
         journal.known("number 1", TypeAdapter(list[str]))
 
@@ -192,9 +194,9 @@ def test_a_result_of_another_form_is_damaged_too(tmp_path: Path) -> None:
 def test_other_journals_are_dropped_and_the_difference_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = written(tmp_path)
+    path = journal_file(tmp_path)
     with opened(tmp_path, seed=2, other="b") as journal:
-        assert kept(journal) == []
+        assert numbers_in(journal) == []
     assert "(seed, other differ)" in capsys.readouterr().err
     assert len(path.read_text().splitlines()) == 1
 

@@ -72,7 +72,7 @@ def recipe(tiny_drafter: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def alone(recipe: Path) -> Path:
+def single_process(recipe: Path) -> Path:
     """Return the result of one process."""
     return run_train(load_training(str(recipe), [f"out={recipe.with_name('alone')}"]))
 
@@ -88,7 +88,7 @@ def alone(recipe: Path) -> Path:
         ),
     ],
 )
-def test_all_settings_give_the_same_artifact(recipe: Path, alone: Path, logged: Any, name: str, kind: str):
+def test_all_settings_give_the_same_artifact(recipe: Path, single_process: Path, logged: Any, name: str, kind: str):
     if name.startswith("zero"):
         pytest.importorskip("deepspeed")
     # micro batches of one: as many rows, in two gradient accumulation steps of two processes
@@ -99,11 +99,11 @@ def test_all_settings_give_the_same_artifact(recipe: Path, alone: Path, logged: 
     )
     summary = verify_artifact(many).training
     assert (summary["distributed_type"], summary["processes"]) == (kind, KINDS[name][1])
-    losses, norms = ([logged(out, key) for out in (alone, many)] for key in ("loss", "grad_norm"))
+    losses, norms = ([logged(out, key) for out in (single_process, many)] for key in ("loss", "grad_norm"))
     assert len(losses[1]) == 8
     assert losses[1] == pytest.approx(losses[0], abs=1e-5)  # float32 sums in another order
     assert norms[1] == pytest.approx(norms[0], rel=1e-4)
-    expected = load_file(alone / "model.safetensors")
+    expected = load_file(single_process / "model.safetensors")
     found = AutoModelForCausalLM.from_pretrained(many).state_dict()
     for key, tensor in expected.items():
         torch.testing.assert_close(found[key], tensor, rtol=1e-3, atol=1e-4)

@@ -34,7 +34,7 @@ RUNS = [(name, ()) for name in HEADS if name not in (*SAME, "heads/eagle3")]
 RUNS += [("heads/vicuna-medusa-1", ("num_heads=3",))]
 
 
-def places(stand_ins: Any, folder: Path) -> list[str]:
+def output_options(stand_ins: Any, folder: Path) -> list[str]:
     return [f"out={folder / 'out'}", f"data.cache={folder / 'prepared'}", f"data.source={stand_ins.rows}"]
 
 
@@ -42,10 +42,10 @@ def small_heads(name: str, stand_ins: Any, folder: Path, *changes: str) -> Heads
     """Return a shipped recipe with tiny models and three steps."""
     recipe = load_training(name, changes)
     assert isinstance(recipe, HeadsRecipe)
-    given = [*places(stand_ins, folder), f"target={stand_ins.target(recipe.target)}", "measure.keep=last"]
+    given = [*output_options(stand_ins, folder), f"target={stand_ins.target(recipe.target)}", "measure.keep=last"]
     if recipe.measure.table is not None:  # counted by its own recipe
         tokenizer = f"tokenizer={stand_ins.target('lmsys/vicuna-7b-v1.3')}"
-        table = load_training("table/vicuna-lmsys", [*places(stand_ins, folder / "table"), tokenizer])
+        table = load_training("table/vicuna-lmsys", [*output_options(stand_ins, folder / "table"), tokenizer])
         given.append(f"measure.table={run_train(table)}")
     found = load_training(name, [*given, *stand_ins.few, *changes])
     assert isinstance(found, HeadsRecipe)
@@ -73,7 +73,7 @@ def test_eagle_recipes_give_lossless_heads(stand_ins: Any, tmp_path: Path) -> No
 def test_drafter_recipes_give_a_drafter_for_the_target(name: str, stand_ins: Any, tmp_path: Path) -> None:
     recipe = load_training(name)
     assert isinstance(recipe, DrafterRecipe)
-    changes = [*places(stand_ins, tmp_path), f"target={stand_ins.target(recipe.target)}", *stand_ins.few]
+    changes = [*output_options(stand_ins, tmp_path), f"target={stand_ins.target(recipe.target)}", *stand_ins.few]
     if recipe.model.source is not None:
         find = stand_ins.target if recipe.model.layers else stand_ins.drafter
         changes.append(f"model.source={find(recipe.model.source)}")
