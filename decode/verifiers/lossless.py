@@ -13,7 +13,18 @@ from torch import Tensor
 
 from ..engine import Proposal, Verdict, Verifier
 from ..rng import Rng, categorical
-from ..tree import Tree
+from .verdicts import (
+    chain_verdict,
+    count_prefix,
+    follow_path,
+    identity_path,
+    k_seq_rho,
+    normalise,
+    nothing_accepted,
+    remove_token,
+    residual,
+    take_node,
+)
 
 _TINY = torch.finfo(torch.float32).tiny
 
@@ -357,83 +368,3 @@ class KSequential(SeveralDrafters):
         residual_BV = normalise(target_BV - accepted_BV * times_B1, target_BV)
         refused_B1 = (alive_BM.any(1) & ~accepts_B)[:, None]
         return torch.where(accepts_B, first_B, -1), torch.where(refused_B1, residual_BV, target_BV)
-
-
-def remove_token(draft_BV: Tensor, token_B1: Tensor, exists_B1: Tensor) -> tuple[Tensor, Tensor]:
-    """Return q without a sampled token, where `exists_B1`, and the remaining mass [B, 1] of q."""
-    draft_BV = draft_BV.scatter(1, token_B1, torch.where(exists_B1, 0.0, draft_BV.gather(1, token_B1)))
-    return draft_BV, draft_BV.sum(1, keepdim=True)
-
-
-def k_seq_rho(target_BV: Tensor, draft_BV: Tensor, count_B1: Tensor) -> Tensor:
-    """Return ρ in [1, k] with 1 - (1 - β(ρ))^k = ρ β(ρ), where β(ρ) = Σ min(q, p/ρ), rounded up to 24 bits; [B, 1].
-
-    p and q are the distributions of target and drafter. k is `count_B1`, the number of independent draws from q.
-    """
-    bits = 2 if target_BV.device.type == "cpu" else 6  # bits per iteration; kernel launches dominate on GPUs
-    part_M = torch.arange(1, 1 << bits, dtype=target_BV.dtype, device=target_BV.device)
-    low_B1 = torch.ones_like(target_BV[:, :1])
-    width_B1 = (count_B1 - low_B1) / (1 << bits)
-    for _ in range(24 // bits):
-        rho_BM = low_B1 + width_B1 * part_M
-        beta_BM = torch.minimum(draft_BV[:, None], target_BV[:, None] / rho_BM[..., None]).sum(2).clamp(max=1)
-        below_BM = rho_BM * beta_BM < 1 - (1 - beta_BM) ** count_B1
-        low_B1, width_B1 = low_B1 + width_B1 * below_BM.sum(1, keepdim=True), width_B1 / (1 << bits)
-    return low_B1 + width_B1 * (1 << bits)
-
-
-def residual(target_XV: Tensor, draft_XV: Tensor) -> Tensor:
-    """Return [p - q]+ normalised, [..., V], or p if rounding leaves no mass."""
-    return normalise(target_XV - draft_XV, target_XV)
-
-
-def normalise(mass_XV: Tensor, otherwise_XV: Tensor) -> Tensor:
-    """Return the positive part of a mass scaled to sum to 1, or `otherwise_XV` if it is zero."""
-    positive_XV = mass_XV.clamp(min=0)
-    mass_X1 = positive_XV.sum(-1, keepdim=True)
-    return torch.where(mass_X1 > 0, positive_XV / torch.where(mass_X1 > 0, mass_X1, 1.0), otherwise_XV)
-
-
-def take_node(values_BNX: Tensor, node_B: Tensor) -> Tensor:
-    """Return values[b, node[b]] of each row, [B, X]. Values of shape [1, N, X] apply to all rows."""
-    if len(values_BNX) == 1:
-        return values_BNX[0].index_select(0, node_B)  # several times cheaper than indexing by two tensors
-    return values_BNX[torch.arange(len(values_BNX), device=values_BNX.device), node_B]
-
-
-def identity_path(tree: Tree, rows: int) -> Tensor:
-    """Return a path [B, K] without accepted nodes: column i holds i + 1."""
-    return torch.arange(1, tree.max_depth + 1, device=tree.parents_BN.device).expand(rows, -1)
-
-
-def nothing_accepted(next_B: Tensor) -> Verdict:
-    """Return the verdict on a proposal that consists of the root."""
-    return Verdict(next_B.new_zeros(len(next_B), 0), torch.zeros_like(next_B), next_B)
-
-
-def count_prefix(passes_BK: Tensor, valid_BN: Tensor | None) -> Tensor:
-    """Return the number of leading tokens of a chain that pass, [B]."""
-    if valid_BN is not None:
-        passes_BK = passes_BK & valid_BN[:, 1:]
-    return passes_BK.cumprod(1).sum(1)
-
-
-def chain_verdict(proposal: Proposal, accepted_B: Tensor, next_B: Tensor) -> Verdict:
-    """Return the verdict that accepts the first `accepted_B` tokens of a chain."""
-    return Verdict(identity_path(proposal.tree, len(accepted_B)), accepted_B, next_B)
-
-
-def follow_path(proposal: Proposal, next_BN: Tensor) -> tuple[Tensor, Verdict]:
-    """Follow `next_BN` from the root until a node refers to itself.
-
-    Returns:
-        The last node [B], and the verdict on its path with a placeholder for the next token.
-    """
-    line = [next_BN.new_zeros(len(next_BN), 1)]
-    for _ in range(proposal.tree.max_depth):
-        line.append(next_BN.gather(1, line[-1]))
-    line_BK1 = torch.cat(line, 1)
-    moved_BK = line_BK1[:, 1:] != line_BK1[:, :-1]
-    path_BK = torch.where(moved_BK, line_BK1[:, 1:], identity_path(proposal.tree, len(line_BK1)))
-    last_B = line_BK1[:, -1]
-    return last_B, Verdict(path_BK, moved_BK.sum(1), last_B)

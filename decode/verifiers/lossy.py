@@ -15,7 +15,8 @@ from torch import Tensor
 
 from ..engine import Proposal, Verdict, Verifier
 from ..rng import Rng, categorical
-from .lossless import ExactChain, chain_verdict, count_prefix, follow_path, normalise, take_node
+from .lossless import ExactChain
+from .verdicts import chain_verdict, count_prefix, follow_path, normalise, take_node
 
 
 class JointLikelihood(Verifier):

@@ -28,7 +28,7 @@ from draftsmith.decode.methods import Method, Parts, build_method
 from draftsmith.decode.models.base import LanguageModel
 from draftsmith.decode.models.loading import wrap_model
 from draftsmith.decode.rng import Rng
-from draftsmith.decode.verifiers.lossless import follow_path, take_node
+from draftsmith.decode.verifiers.verdicts import follow_path, take_node
 from draftsmith.decode.warpers import Sampling
 
 SHAPES = {

@@ -19,7 +19,7 @@ from ...data.blocks.packing import Batch
 from ...data.blocks.prepared import PreparedData
 from ...decode.models.draft_vocabulary import kept_tokens
 from ..forward.packed import PackedForward, make_forward
-from ..loop.fit import Task
+from ..loop.task import Task
 from ..losses.drafter import IGNORED, agreement, heads_mixture, label_hits, narrow_vocabulary, shifted_labels
 from ..losses.objectives import needs_teacher, parse_weights, weights_at
 from ..teachers.teacher import ModelTeacher, Teacher

@@ -16,7 +16,7 @@ from ...data.blocks.packing import Batch
 from ...data.blocks.prepared import PreparedData
 from ...decode.models.base import TransformersModel
 from ..forward.packed import PackedForward
-from ..loop.fit import Task
+from ..loop.task import Task
 from ..losses.chunks import DenseTeacher, Teacher
 from ..losses.drafter import IGNORED, head_labels, heads_mixture, label_hits, map_labels, restrict_teacher
 from ..losses.objectives import needs_teacher, parse_weights, weights_at

@@ -20,7 +20,8 @@ from draftsmith.decode.models.draft_vocabulary import keep_tokens
 from draftsmith.decode.models.loading import wrap_model
 from draftsmith.decode.proposers.draft_tree import NoDraft
 from draftsmith.decode.rng import Rng
-from draftsmith.decode.verifiers.lossless import GreedyMatch, Sample, nothing_accepted
+from draftsmith.decode.verifiers.lossless import GreedyMatch, Sample
+from draftsmith.decode.verifiers.verdicts import nothing_accepted
 from draftsmith.decode.warpers import Sampling, warp
 from transformers import LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 

@@ -1,0 +1,78 @@
+"""Interface of training tasks, and the result of a run.
+
+Letters: B batch (blocks), T tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ...data.blocks.packing import Batch
+
+
+class Task:
+    """Training task for `fit`."""
+
+    name: str
+    title: str | None = None
+    """Prefix of log lines; None for `name`."""
+    module: nn.Module
+    """Module whose forward(tokens_BT, labels_BT, positions_BT, documents_BT) returns (loss sums, counts), tensors of
+    one shape. The loss of a step is Σ sums ÷ counts, each over the whole global batch."""
+    settings: dict[str, Any]
+    """Settings that must not change when a run resumes (JSON values)."""
+    rewrites = False
+    """True if the task overrides `rewrite`."""
+
+    def place(self, device: torch.device) -> None:
+        """Move models that are not trained to `device`."""
+
+    def begin(self, step: int, steps: int) -> None:
+        """Set the progress of the module at the start of step `step` of `steps`."""
+        self.module.progress = step / steps  # type: ignore[assignment]
+
+    def rewrite(self, batch: Batch, rows: np.ndarray, global_batch: int, seed: tuple[int, int]) -> Batch:
+        """Return the batch to train on instead of `batch`, which holds the given rows of a global batch.
+
+        The result for a row may depend only on the row, its number and `seed` (of the run, step).
+        """
+        return batch
+
+    def count(self, batch: Batch) -> Tensor:
+        """Return the counts that `module` would return for this batch, without running it."""
+        raise NotImplementedError
+
+    def evaluate(self, module: nn.Module) -> dict[str, float]:
+        """Return held-out metrics of `module` (unwrapped, in evaluation mode); may be empty."""
+        return {}
+
+
+@dataclass(frozen=True)
+class FitResult:
+    """Result of a finished run."""
+
+    steps: int
+    first_loss: float
+    """Loss of the first logged step."""
+    last_loss: float
+    """Mean loss over the last tenth of the logged steps."""
+    metrics: dict[str, float]
+    """Metrics of the kept weights."""
+    kept_step: int
+    """Step of the kept weights: the last, unless `keep_best` found a better one."""
+    tokens: int
+    """Number of tokens seen, including unsupervised tokens but not padding."""
+    seconds: float
+    """Training time over all resumed runs, without evaluations and checkpoints."""
+    history: Path
+    """Path of `log.jsonl`, with one line per logged step and evaluation."""
+    processes: int
+    distributed_type: str
+    resumed_from: int | None
+    """Step that this call resumed from; None if it started from the beginning."""
