@@ -192,10 +192,8 @@ def reading_findings(readings: Sequence[Reading], depth: int) -> list[Finding]:
     """Return the findings from the readings of heads that draft `depth` tokens."""
     best, faults = best_reading(readings), []
     if best is not None:
-        lost, error = (
-            best.agreement - readings[0].agreement,
-            float(student_t.isf(0.005, best.texts - 1)) * best.error,
-        )
+        lost, quantile = best.agreement - readings[0].agreement, student_t.isf(0.005, best.texts - 1)
+        error = float(quantile) * best.error
         numbers = f": {best} ({'; '.join(best.names)}), {best.agreement:.3f} instead of {readings[0].agreement:.3f}"
         faults.append(make_finding("inputs", lost, [lost - error, lost + error], numbers))
     reading = best or readings[0]
