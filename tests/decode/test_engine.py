@@ -157,8 +157,8 @@ UNFIT: dict[str, tuple[str, list[list[int]], dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("case", UNFIT)
 def test_prompts_and_trees_must_fit_the_target(target_model: LlamaForCausalLM, parts: Parts, case: str) -> None:
-    name, prompts, options, words = UNFIT[case]
-    with pytest.raises(ValueError, match=words):
+    name, prompts, options, message = UNFIT[case]
+    with pytest.raises(ValueError, match=message):
         run(wrap_model(target_model), name, parts, prompts, Limits(4), **options)
 
 
@@ -171,13 +171,13 @@ def test_artifacts_of_another_target_are_refused(
     cases = [("speculative", Parts(short), "16 .*27"), ("bpd", heads_of(64, 16), "16.*32")]
     cases += [(name, Parts(other), "32 .*64") for name in ("speculative", "mjsd", "spectr", "adaptive")]
     cases += [("bigram", Parts(table=table), "32 .*64"), ("slim-s", Parts(heads=parts.heads, table=table), "32 .*64")]
-    for name, wrong, words in [*cases, ("bpd", heads_of(32, 16), "32 .*64")]:
-        with pytest.raises(ValueError, match=words):
+    for name, wrong, message in [*cases, ("bpd", heads_of(32, 16), "32 .*64")]:
+        with pytest.raises(ValueError, match=message):
             run(wrap_model(target_model), name, wrong, [[1, 2, 3, 4]], Limits(20))
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "words"),
+    ("name", "options", "message"),
     [
         ("speculativ", {}, "'speculative'"),
         ("speculative", {"gama": 3}, "'gamma'"),
@@ -211,10 +211,10 @@ def test_artifacts_of_another_target_are_refused(
     ],
 )
 def test_wrong_options_and_missing_artifacts_are_refused(
-    parts: Parts, name: str, options: dict[str, object], words: str
+    parts: Parts, name: str, options: dict[str, object], message: str
 ) -> None:
-    with pytest.raises(ValueError, match=words):
-        build_method(name, Parts() if words.startswith("needs") else parts, Sampling(1.0), **options)
+    with pytest.raises(ValueError, match=message):
+        build_method(name, Parts() if message.startswith("requires") else parts, Sampling(1.0), **options)
 
 
 def test_a_row_that_has_ended_does_not_run_past_learned_positions() -> None:
