@@ -265,7 +265,7 @@ class Context:
         optional = (proposal.valid_BN, verdict.examined_B, verdict.rejected_B, chains_BMK)
         required = (proposal.tokens_BN, verdict.path_BK, verdict.accepted_B, verdict.next_B, tree.parents_BN)
         tokens, paths, accepted, next_tokens, parents, watched, valid, examined, rejected, chains, *self.prefetched = (
-            to_host(*required, self.watch.seen(), *optional, *prefetch)
+            to_host(*required, self.watch.numbers(), *optional, *prefetch)
         )
         self.watch.end_step(watched, self.ended, self.lengths)
         active, before = np.array([not ended for ended in self.ended]), list(self.lengths)

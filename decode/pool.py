@@ -83,7 +83,7 @@ class Pool:
         roots_B1 = torch.tensor([row.ids[-1:] for row in rows]).to(self._target.device)
         logits_BV = self._target.logits(self._target.extend(cache, roots_B1)[:, 0])
         self._watch("the target's", logits_BV.amax(-1, True), 0)
-        self._watch.end_step(self._watch.seen().tolist(), [False] * count, [len(row.ids) for row in rows])
+        self._watch.end_step(self._watch.numbers().tolist(), [False] * count, [len(row.ids) for row in rows])
         finished = []
         for row, token in zip(rows, self._draw(logits_BV, rows), strict=True):
             row.ids.append(token)

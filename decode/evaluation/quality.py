@@ -52,15 +52,15 @@ def rouge_l(text: str, references: Sequence[str]) -> float | None:
     The best of several references counts. The result is None without references. Words are runs of a–z and 0–9 after
     lower-casing, not stemmed, as in Google's `rouge_score`.
     """
-    words = _WORD.findall(text.lower())
-    return max((_f_measure(words, _WORD.findall(reference.lower())) for reference in references), default=None)
+    candidate = _WORD.findall(text.lower())
+    return max((_f_measure(candidate, _WORD.findall(reference.lower())) for reference in references), default=None)
 
 
-def _f_measure(words: Sequence[str], reference: Sequence[str]) -> float:
-    common = common_subsequence(words, reference)
+def _f_measure(candidate: Sequence[str], reference: Sequence[str]) -> float:
+    common = common_subsequence(candidate, reference)
     if not common:
         return 0.0
-    precision, recall = common / len(words), common / len(reference)
+    precision, recall = common / len(candidate), common / len(reference)
     return 2 * precision * recall / (precision + recall)
 
 

@@ -49,7 +49,7 @@ class AuxiliaryStates:
 
     def fuse_aux(self, aux_BMG: Tensor) -> Tensor:
         """Return the drafter's input [B, M, D] from the target's auxiliary hidden states."""
-        raise AssertionError("this model reads tokens alone")
+        raise AssertionError("this model reads tokens only")
 
     def set_aux_input(self, above_BMD: Tensor) -> None:
         """Set the states that the next `extend` reads together with its tokens.
@@ -57,7 +57,7 @@ class AuxiliaryStates:
         These are `fuse_aux` of the target's states at the preceding positions, or the drafter's own hidden states
         there.
         """
-        raise AssertionError("this model reads tokens alone")
+        raise AssertionError("this model reads tokens only")
 
 
 class DraftVocabulary(ABC):
@@ -282,8 +282,8 @@ class TransformersModel(LanguageModel):
         first = next(weight.device for weight in self.model.parameters() if weight.device.type != "meta")
         lists = (part for part in self._decoder.modules() if isinstance(part, nn.ModuleList))
         layers = next(part for part in lists if len(part) == self.layers)
-        held = [next(layer.parameters()).device for layer in layers]
-        return [first if device.type == "meta" else device for device in held]
+        devices = [next(layer.parameters()).device for layer in layers]
+        return [first if device.type == "meta" else device for device in devices]
 
     def _forward(
         self, cache: KVCache, tokens_BM: Tensor, positions_BM: Tensor, mask_B1MS: Tensor | None, start: int, end: int
@@ -307,11 +307,11 @@ class TransformersModel(LanguageModel):
         if self.aux_layers:
             inputs["output_hidden_states"] = True
         seeing: AbstractContextManager[list[Tensor]] = nullcontext([]) if self._norm is None else norm_input(self._norm)
-        with masked_attention(self.model), seeing as seen:
-            found = self._decoder(**inputs)
-        hidden_BMD = found.last_hidden_state if self._norm is None else seen[0].reshape(*tokens_BM.shape, -1)
-        given = [found.hidden_states[layer].to(self.device) for layer in self.aux_layers]
-        return torch.cat((*given, hidden_BMD.to(self.device)), -1) if given else hidden_BMD.to(self.device)
+        with masked_attention(self.model), seeing as norm_inputs:
+            outputs = self._decoder(**inputs)
+        hidden_BMD = outputs.last_hidden_state if self._norm is None else norm_inputs[0].reshape(*tokens_BM.shape, -1)
+        aux_states = [outputs.hidden_states[layer].to(self.device) for layer in self.aux_layers]
+        return torch.cat((*aux_states, hidden_BMD.to(self.device)), -1) if aux_states else hidden_BMD.to(self.device)
 
     def logits(self, hidden_XD: Tensor) -> Tensor:
         if self.aux_layers:
@@ -383,7 +383,7 @@ def masked_attention(model: Any) -> Iterator[None]:
 def check_same_vocabulary(target: LanguageModel, other: Any, what: str) -> None:
     """Raise ValueError unless a drafter, table or heads have the vocabulary of the target."""
     if getattr(other, "translation", None) is not None:
-        raise ValueError(f"the {what} has another tokenizer's tokens: only `speculative` drafts with it")
+        raise ValueError(f"the {what} has another tokenizer than the target: only `speculative` can use it")
     if target.vocab_size != other.vocab_size:
         raise ValueError(
             f"the {what} has a vocabulary of {other.vocab_size} tokens, the target of {target.vocab_size}: "

@@ -44,20 +44,20 @@ def final_norm(decoder: nn.Module) -> nn.Module:
         if isinstance(module, nn.Module):
             return module
     kind = getattr(getattr(decoder, "config", None), "model_type", type(decoder).__name__)
-    raise ValueError(f"models of type {kind!r} have no norm behind all layers: use states 'after-norm'")
+    raise ValueError(f"models of type {kind!r} have no norm after their last layer: use states 'after-norm'")
 
 
 @contextmanager
 def norm_input(norm: nn.Module) -> Iterator[list[Tensor]]:
     """Return a context manager whose list holds the input of a norm's latest call in this thread."""
-    thread, seen = threading.get_ident(), list[Tensor]()
+    thread, inputs = threading.get_ident(), list[Tensor]()
 
-    def keep(_: nn.Module, args: tuple[Any, ...]) -> None:
+    def record(_: nn.Module, args: tuple[Any, ...]) -> None:
         if threading.get_ident() == thread:
-            seen[:] = args[:1]
+            inputs[:] = args[:1]
 
-    handle = norm.register_forward_pre_hook(keep)
+    handle = norm.register_forward_pre_hook(record)
     try:
-        yield seen
+        yield inputs
     finally:
         handle.remove()

@@ -23,42 +23,42 @@ class Watch:
     """
 
     def __init__(self) -> None:
-        self._seen: list[tuple[str, Tensor, Any]] = []
+        self._numbers: list[tuple[str, Tensor, Any]] = []
         self._step = 0
 
     def __call__(self, whose: str, number_BX: Tensor, ahead: Any) -> None:
         """Record these numbers.
 
         Args:
-            whose: Source in the error message, such as "the drafter's", with {} for the number `ahead` + 1 of several.
+            whose: Source in the error message, such as "the drafter's"; {} is replaced by `ahead` + 1.
             number_BX: Numbers of the distributions.
             ahead: Number of tokens between the root and the predicted token, [X] or [B, X].
         """
-        self._seen.append((whose, number_BX, ahead))
+        self._numbers.append((whose, number_BX, ahead))
 
-    def seen(self) -> Tensor:
+    def numbers(self) -> Tensor:
         """Return this step's numbers, float32 [X]."""
-        return torch.cat([number_BX.flatten() for _, number_BX, _ in self._seen]).float()
+        return torch.cat([number_BX.flatten() for _, number_BX, _ in self._numbers]).float()
 
     def end_step(self, on_host: Sequence[float], ended: Sequence[bool], lengths: Sequence[int]) -> None:
         """Clear this step's numbers, and raise ValueError for the first that is NaN or infinite.
 
-        `on_host` are the numbers from `seen`, `ended` masks the rows to ignore, and `lengths` are the previous lengths
+        `on_host` are the values of `numbers()`, `ended` masks the rows to ignore, and `lengths` are the previous lengths
         of the rows.
         """
-        seen, self._seen, self._step = self._seen, [], self._step + 1
+        numbers, self._numbers, self._step = self._numbers, [], self._step + 1
         if math.isfinite(sum(on_host)):  # a sum is finite only if all terms are
             return
-        going_B1 = ~torch.tensor(ended)[:, None]
-        for whose, number_BX, ahead in seen:
-            wrong_X2 = (~number_BX.isfinite().cpu() & going_B1).nonzero()
+        running_B1 = ~torch.tensor(ended)[:, None]
+        for whose, number_BX, ahead in numbers:
+            wrong_X2 = (~number_BX.isfinite().cpu() & running_B1).nonzero()
             if not len(wrong_X2):
                 continue
             row, column = wrong_X2[0].tolist()
-            place = int(torch.as_tensor(ahead).expand(number_BX.shape)[row, column])
+            offset = int(torch.as_tensor(ahead).expand(number_BX.shape)[row, column])
             raise ValueError(
-                f"{whose.format(place + 1)} logits for the token at position {lengths[row] + place} (row {row}, step "
-                f"{self._step}) are NaN or infinite: its weights are damaged, or it overflows in its dtype"
+                f"{whose.format(offset + 1)} logits for the token at position {lengths[row] + offset} (row {row}, step "
+                f"{self._step}) are NaN or infinite: its weights are damaged, or its dtype overflows"
             )
 
 
@@ -68,9 +68,9 @@ def check_finite(logits_XV: Tensor, model: Any) -> None:
         return
     weights = ((name, weight) for name, weight in model.named_parameters() if weight.device.type != "meta")
     wrong = [name for name, weight in weights if not bool(weight.detach().float().isfinite().all())]
-    why = f"so are {', '.join(wrong[:3])}{' …' * (len(wrong) > 3)}" if wrong else "its numbers overflow in their dtype"
+    cause = f"so are {', '.join(wrong[:3])}{' …' * (len(wrong) > 3)}" if wrong else "they overflow in their dtype"
     name = getattr(model, "name_or_path", "") or f"a model of type {model.config.model_type!r}"
-    raise ValueError(f"the logits of {name} are NaN or infinite: {why}")
+    raise ValueError(f"the logits of {name} are NaN or infinite: {cause}")
 
 
 def tolerances_of(model: Any) -> tuple[float, float]:
@@ -86,23 +86,23 @@ def tolerances_of(model: Any) -> tuple[float, float]:
 
 
 def check_close(
-    found_XV: Tensor, wanted_XV: Tensor, model: Any, what: str, tolerance: float, noise: Callable[[], float] = float
+    actual_XV: Tensor, expected_XV: Tensor, model: Any, what: str, tolerance: float, noise: Callable[[], float] = float
 ) -> None:
     """Raise ValueError if logits are not finite, or differ by more than `tolerance` (`relative_rms`) and `noise()`."""
-    check_finite(torch.stack((wanted_XV, found_XV)), model)
-    difference = relative_rms(found_XV, wanted_XV)
+    check_finite(torch.stack((expected_XV, actual_XV)), model)
+    difference = relative_rms(actual_XV, expected_XV)
     if not difference <= tolerance and not difference <= (tolerance := max(tolerance, noise())):
         raise ValueError(f"{what} by {difference:.2g} of their spread (at most {tolerance:.1g} is allowed)")
 
 
-def relative_rms(found_XV: Tensor, wanted_XV: Tensor) -> float:
-    """Return the root mean square of a difference relative to that of the wanted logits around their mean.
+def relative_rms(actual_XV: Tensor, expected_XV: Tensor) -> float:
+    """Return the root mean square of a difference relative to that of the expected logits around their mean.
 
     Infinite logits are ignored. Unlike the largest difference, this does not grow with the vocabulary.
     """
-    is_finite_XV = wanted_XV.isfinite() & found_XV.isfinite()
+    is_finite_XV = expected_XV.isfinite() & actual_XV.isfinite()
     count_X1 = is_finite_XV.sum(-1, keepdim=True).clamp(min=1)
-    wanted_XV, found_XV = (each.double().masked_fill(~is_finite_XV, 0.0) for each in (wanted_XV, found_XV))
-    centred_XV = (wanted_XV - wanted_XV.sum(-1, keepdim=True) / count_X1).masked_fill(~is_finite_XV, 0.0)
+    expected_XV, actual_XV = (each.double().masked_fill(~is_finite_XV, 0.0) for each in (expected_XV, actual_XV))
+    centred_XV = (expected_XV - expected_XV.sum(-1, keepdim=True) / count_X1).masked_fill(~is_finite_XV, 0.0)
     spread_X = centred_XV.square().sum(-1).clamp(min=torch.finfo(torch.float32).tiny)
-    return float(((found_XV - wanted_XV).square().sum(-1) / spread_X).max().sqrt())
+    return float(((actual_XV - expected_XV).square().sum(-1) / spread_X).max().sqrt())

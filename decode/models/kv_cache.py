@@ -22,14 +22,14 @@ def to_device(numbers: Tensor, device: torch.device) -> Tensor:
 
 def to_host(*tensors: Tensor | None) -> list[Any]:
     """Return integer, bool and float32 tensors as lists, copied from a device with one synchronisation."""
-    given = [tensor for tensor in tensors if tensor is not None]
-    if given[0].device.type == "cpu":
+    present = [tensor for tensor in tensors if tensor is not None]
+    if present[0].device.type == "cpu":
         return [None if tensor is None else tensor.tolist() for tensor in tensors]
-    bits = [tensor.view(torch.int32) if tensor.is_floating_point() else tensor for tensor in given]
-    packed = torch.cat([tensor.flatten() for tensor in bits]).cpu().split([tensor.numel() for tensor in given])
+    bits = [tensor.view(torch.int32) if tensor.is_floating_point() else tensor for tensor in present]
+    packed = torch.cat([tensor.flatten() for tensor in bits]).cpu().split([tensor.numel() for tensor in present])
     parts = (
         (part.int().view(torch.float32) if tensor.is_floating_point() else part).view(tensor.shape).tolist()
-        for part, tensor in zip(packed, given, strict=True)
+        for part, tensor in zip(packed, present, strict=True)
     )
     return [None if tensor is None else next(parts) for tensor in tensors]
 
@@ -153,7 +153,7 @@ class KVCache:
         """Raise ValueError if `nodes` more tokens do not fit after the longest row."""
         if max(self.lengths) + nodes > self.capacity:
             raise ValueError(
-                f"the key/value cache has {self.capacity} slots; {max(self.lengths)} are taken, {nodes} more are needed"
+                f"the key/value cache has {self.capacity} slots, but {max(self.lengths) + nodes} are needed"
             )
 
     def move_to_front(self, path_BK: Tensor) -> None:

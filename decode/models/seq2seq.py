@@ -62,7 +62,7 @@ class Seq2SeqModel(LanguageModel):
         check_family(config)
         devices = sorted({str(parameter.device) for parameter in model.parameters()})
         if len(devices) > 1:
-            raise ValueError(f"an encoder-decoder must lie on one device; this one is on {' and '.join(devices)}")
+            raise ValueError(f"an encoder-decoder must be on one device, but this one is on {' and '.join(devices)}")
         start_id = model.generation_config.decoder_start_token_id
         if start_id is None:
             start_id = getattr(config, "decoder_start_token_id", None)
@@ -93,7 +93,7 @@ class Seq2SeqModel(LanguageModel):
 
     def new_cache(self, batch: int, capacity: int) -> NoReturn:
         """Raise ValueError, since a cache needs a source."""
-        raise ValueError("scoring a tree path by path (attention: batch) is for decoders; use attention: tree")
+        raise ValueError("attention: batch supports only decoders: use attention: tree")
 
     def begin(self, prompts: Sequence[Sequence[int]], extra_slots: int) -> tuple[list[list[int]], SourceCache]:
         """Run the encoder over the prompts. Return each row's start token, and a cache that contains the source."""

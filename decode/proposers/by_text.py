@@ -36,8 +36,9 @@ class TextChain(Proposer):
 
     def start(self, context: Context) -> None:
         if self.drafter.device != context.target.device:
-            where = f"the drafter is on {self.drafter.device}, but the target is on {context.target.device}"
-            raise ValueError(f"{where}: move one")
+            raise ValueError(
+                f"the drafter is on {self.drafter.device}, but the target is on {context.target.device}: move one"
+            )
         prompts = [self._translation.to_drafter(prompt) for prompt in context.prompts]
         ids, self._cache = self.drafter.begin(prompts, _SLOTS * context.limits.max_new_tokens + self.gamma)
         if ids is not prompts:

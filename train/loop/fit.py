@@ -98,7 +98,7 @@ class _Run:
         if self.accelerator.log_with:
             flat = {key: value if isinstance(value, int | float) else str(value) for key, value in settings.items()}
             self.accelerator.init_trackers("draftsmith", config=flat)
-        self.task.place(self.accelerator.device)
+        self.task.move_to(self.accelerator.device)
         module.to(self.accelerator.device)
         optimizer = make_optimizer(module, config)
         self.state.attach(module, optimizer)
@@ -170,9 +170,9 @@ class _Run:
                 raise
             size = self.config.micro_batch
             less = f"micro_batch {size // 2}" if size > 1 else "gradient_checkpointing or shorter blocks"
-            where = f", blocks {_format_blocks(self.blocks)}" if self.blocks else ""
+            blocks = f", blocks {_format_blocks(self.blocks)}" if self.blocks else ""
             raise TrainingError(
-                f"out of memory in {what}, with micro_batch {size} of {self.data.block_tokens} tokens{where} "
+                f"out of memory in {what}, with micro_batch {size} of {self.data.block_tokens} tokens{blocks} "
                 f"({first_line(error)}). The last checkpoint in {self.state.folder} is untouched: resume from it with "
                 f"{less}"
             ) from error
@@ -257,13 +257,13 @@ class _Run:
         bad = [micro for micro, value in enumerate(losses) if not math.isfinite(float(value))]
         blocks = [self.blocks[row] for micro in bad for row in _rows(micro, rank, self.world, size)]
         blocks = gather_object(blocks) or self.blocks
-        where = f"{what} at step {step + 1}, blocks {_format_blocks(blocks)}"
+        fault = f"{what} at step {step + 1}, blocks {_format_blocks(blocks)}"
         # With float16, gradients overflow occasionally until the scaler lowers its scale.
         lenient = self.config.on_bad_step == "skip" or (math.isfinite(loss) and self.stepper.scales_loss)
         if lenient and self.skipped <= _MAX_SKIPPED_STEPS:
-            return where
+            return fault
         raise TrainingError(
-            f"{where}{f', the {self.skipped}th in a row' if lenient else ''}; stopped before the weights were changed. "
+            f"{fault}{f', the {self.skipped}th in a row' if lenient else ''}; stopped before the weights were changed. "
             "Lower learning_rate or clip_norm, set on_bad_step: skip, or inspect these blocks"
         )
 

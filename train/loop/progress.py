@@ -36,13 +36,13 @@ class Report:
 
     def evaluation(self, step: int, metrics: dict[str, float]) -> None:
         if metrics:
-            shown = " · ".join(f"{name} {value:.4g}" for name, value in metrics.items())
-            self.line(f"{self._name}: evaluation after step {step}: {shown}")
+            values = " · ".join(f"{name} {value:.4g}" for name, value in metrics.items())
+            self.line(f"{self._name}: evaluation after step {step}: {values}")
 
 
 def peak_memory(device: torch.device) -> int:
     """Return the peak memory of this process in bytes, on the GPU or, for CPU training, of the host."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
-    held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return held if sys.platform == "darwin" else held * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

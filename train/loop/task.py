@@ -30,7 +30,7 @@ class Task:
     rewrites = False
     """True if the task overrides `rewrite`."""
 
-    def place(self, device: torch.device) -> None:
+    def move_to(self, device: torch.device) -> None:
         """Move models that are not trained to `device`."""
 
     def begin(self, step: int, steps: int) -> None:

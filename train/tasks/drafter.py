@@ -163,9 +163,9 @@ class DrafterTask(Task):
         models = [other.model for other in self._teachers if isinstance(other, ModelTeacher)]
         return list(dict.fromkeys(models))
 
-    def place(self, device: torch.device) -> None:
+    def move_to(self, device: torch.device) -> None:
         for other in self._teachers:
-            other.place(device)
+            other.move_to(device)
 
     def rewrite(self, batch: Batch, rows: np.ndarray, global_batch: int, seed: tuple[int, int]) -> Batch:
         """Return the batch with a share of its responses sampled from the current drafter; see `on_policy.rewrite`."""

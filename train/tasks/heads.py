@@ -180,7 +180,7 @@ class HeadsTask(Task):
     def other_models(self) -> list[nn.Module]:
         return [self.target]
 
-    def place(self, device: torch.device) -> None:
+    def move_to(self, device: torch.device) -> None:
         self.target.to(device)
 
     def count(self, batch: Batch) -> Tensor:

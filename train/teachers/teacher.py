@@ -198,7 +198,7 @@ class ModelTeacher:
         self._forward = make_forward(model)
         self.vocab_size = self._forward.vocab_size
 
-    def place(self, device: torch.device | str) -> None:
+    def move_to(self, device: torch.device | str) -> None:
         self.model.to(device)
 
     @torch.no_grad()
@@ -218,7 +218,7 @@ class CachedTeacher:
         self.vocab_size = caches[0].size
         self.settings: dict[str, Any] = {"target": first.sha256, "dtype": first.dtype, "cached_top_k": first.top_k}
 
-    def place(self, device: torch.device | str) -> None:
+    def move_to(self, device: torch.device | str) -> None:
         """Do nothing: rows are read from disk and moved to the device of each batch."""
 
     def __call__(self, batch: Batch) -> SparseTeacher:

@@ -279,8 +279,8 @@ class _Run:
         return batch.outputs
 
     def judge_greedy(self, numbers: Sequence[int], outputs: Sequence[Sequence[int]]) -> None:
-        where = _positions(numbers, outputs)
-        if not where:
+        positions = _positions(numbers, outputs)
+        if not positions:
             return
         hidden_XD = teacher_force(self.reference, [self.prompts[number] for number in numbers], outputs).hidden_XD
         token_X = torch.tensor([token for output in outputs for token in output], device=hidden_XD.device)
@@ -292,7 +292,7 @@ class _Run:
             undecided += int(((logits_CV >= best_C[:, None] - near_tie).sum(1) > 1).sum())
             for index in torch.nonzero(token_C1[:, 0] != expected_C)[:, 0].tolist():
                 margin = float(margin_C[index])
-                finding = (*where[chunk.start + index], int(token_C1[index]), int(expected_C[index]), margin)
+                finding = (*positions[chunk.start + index], int(token_C1[index]), int(expected_C[index]), margin)
                 self.cert.add(Finding("near-tie" if margin <= near_tie else "token", *finding))
         self.cert.undecided = (self.cert.undecided or 0) + undecided
 
@@ -353,14 +353,14 @@ class _Run:
         prompts, vocab = [self.prompts[number] for number in numbers], self.reference.vocab_size
         reading = teacher_force(self.reference, prompts, outputs)
         token_X = torch.tensor([token for output in outputs for token in output], device=reading.last_X.device)
-        where = _positions(numbers, outputs)
+        positions = _positions(numbers, outputs)
         view = make_draft_scorer(self.method.proposer, self.sampling, prompts, outputs, reading, vocab)
         uniform_X = torch.from_numpy(self.uniform.random(len(token_X))).to(token_X.device)
         statistics: dict[str, list[Tensor]] = {}
         for chunk in chunks(len(token_X), vocab):
             logits_CV, token_C = self.reference.logits(reading.hidden_XD[chunk]), token_X[chunk]
             probs_CV = judge_probs(logits_CV, self.sampling)
-            self.judge_support(logits_CV, probs_CV, token_C, where[chunk])
+            self.judge_support(logits_CV, probs_CV, token_C, positions[chunk])
             best_CV = torch.zeros_like(probs_CV, dtype=torch.bool).scatter_(1, probs_CV.argmax(-1, keepdim=True), True)
             # Sampling inverts the distribution by token id, so equal random numbers give close values in this order.
             ids_V = torch.arange(probs_CV.shape[1], device=probs_CV.device)
@@ -381,11 +381,11 @@ class _Run:
             self.evidence_by_order.setdefault(order, Evidence()).rows += rows
 
     def judge_support(
-        self, logits_CV: Tensor, probs_CV: Tensor, token_C: Tensor, where: Sequence[tuple[int, int]]
+        self, logits_CV: Tensor, probs_CV: Tensor, token_C: Tensor, positions: Sequence[tuple[int, int]]
     ) -> None:
         """Add a fault for each token of probability 0 after warping, unless rounding explains it."""
         for index in torch.nonzero(probs_CV.gather(1, token_C[:, None])[:, 0] == 0)[:, 0].tolist():
-            logits_V, token, (number, position) = logits_CV[index].float(), int(token_C[index]), where[index]
+            logits_V, token, (number, position) = logits_CV[index].float(), int(token_C[index]), positions[index]
             is_kept = within_rounding(logits_V, token, self.sampling, self.cert.rounding.near_tie)
             expected, margin = int(logits_V.argmax()), float(logits_V.max() - logits_V[token])
             self.cert.add(Finding("edge" if is_kept else "outside", number, position, token, expected, margin))

@@ -68,16 +68,16 @@ def _rotate_kernel(
 ):  # fmt: skip
     token, head, heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     own_heads = heads - 2 * kv_heads
-    place = tl.arange(0, WIDE)
-    inside = place < HALF
-    source = qkv + (token * heads + head) * (2 * HALF) + place
+    offsets = tl.arange(0, WIDE)
+    inside = offsets < HALF
+    source = qkv + (token * heads + head) * (2 * HALF) + offsets
     first, second = tl.load(source, mask=inside), tl.load(source + HALF, mask=inside)
     if head < own_heads + kv_heads:
-        angle = token * (2 * HALF) + place
+        angle = token * (2 * HALF) + offsets
         turned = first.to(tl.float32), second.to(tl.float32)
         if NORMED:
             scale = tl.rsqrt(tl.sum(turned[0] * turned[0] + turned[1] * turned[1], 0) / (2 * HALF) + eps)
-            weight = norms + head * (2 * HALF) + place
+            weight = norms + head * (2 * HALF) + offsets
             turned = (
                 turned[0] * scale * tl.load(weight, mask=inside).to(tl.float32),
                 turned[1] * scale * tl.load(weight + HALF, mask=inside).to(tl.float32),
@@ -86,13 +86,13 @@ def _rotate_kernel(
         sines = tl.load(sin + angle, mask=inside), tl.load(sin + angle + HALF, mask=inside)
         first = (turned[0] * cosines[0] - turned[1] * sines[0]).to(first.dtype)
         second = (turned[1] * cosines[1] + turned[0] * sines[1]).to(second.dtype)
-    kept = (token // count).to(tl.int64) * to_row + tl.load(slots + token) * to_slot
+    cache_start = (token // count).to(tl.int64) * to_row + tl.load(slots + token) * to_slot
     if head < own_heads:
-        target = query + (token * own_heads + head) * (2 * HALF) + place
+        target = query + (token * own_heads + head) * (2 * HALF) + offsets
     elif head < own_heads + kv_heads:
-        target = keys + kept + (head - own_heads) * to_head + place
+        target = keys + cache_start + (head - own_heads) * to_head + offsets
     else:
-        target = values + kept + (head - own_heads - kv_heads) * to_head + place
+        target = values + cache_start + (head - own_heads - kv_heads) * to_head + offsets
     tl.store(target, first, mask=inside)
     tl.store(target + HALF, second, mask=inside)
 
@@ -108,8 +108,8 @@ def attend(query_XHE: Tensor, keys_BKSE: Tensor, values_BKSE: Tensor, mask_BMS: 
     most = 16 if query_XHE.dtype == torch.float32 else 64
     block_rows = min(most, max(16, triton.next_power_of_2(group * count)))
     row_blocks = triton.cdiv(group * count, block_rows)
-    wanted = triton.cdiv(2 * _processors(device), batch * kv_heads * row_blocks)
-    parts = min(triton.next_power_of_2(wanted), triton.next_power_of_2(triton.cdiv(slots, _BLOCK)), _MOST_PARTS)
+    wanted_parts = triton.cdiv(2 * _processors(device), batch * kv_heads * row_blocks)
+    parts = min(triton.next_power_of_2(wanted_parts), triton.next_power_of_2(triton.cdiv(slots, _BLOCK)), _MOST_PARTS)
     attended_XE = query_XHE.new_empty(tokens, heads * width)
     sums_PRE = torch.empty(parts, tokens * heads, width, device=device) if parts > 1 else attended_XE
     peaks_PR2 = torch.empty(parts, tokens * heads, 2, device=device) if parts > 1 else attended_XE
@@ -130,40 +130,42 @@ def _attend_kernel(
 ):  # fmt: skip
     part, pair, heads = tl.program_id(0), tl.program_id(1), group * kv_heads
     row, head = pair // kv_heads, pair % kv_heads
-    own = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
-    exists = own < group * count
-    token, place = row * count + own % count, tl.arange(0, WIDE)
-    lines = token * heads + head * group + own // count
-    inside = place < WIDTH
-    queries = tl.load(query + lines[:, None] * WIDTH + place, mask=exists[:, None] & inside, other=0.0)
+    query_index = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
+    exists = query_index < group * count
+    token, offsets = row * count + query_index % count, tl.arange(0, WIDE)
+    lines = token * heads + head * group + query_index // count
+    inside = offsets < WIDTH
+    queries = tl.load(query + lines[:, None] * WIDTH + offsets, mask=exists[:, None] & inside, other=0.0)
     start = row.to(tl.int64) * to_row + head * to_head
-    masks = mask + row * mask_row + (own % count)[:, None] * mask_token
+    masks = mask + row * mask_row + (query_index % count)[:, None] * mask_token
     peak = tl.full((ROWS,), -float("inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
-    read = tl.zeros((ROWS, WIDE), tl.float32)
+    weighted_sum = tl.zeros((ROWS, WIDE), tl.float32)
     stop = tl.load(slots + row * count + count - 1).to(tl.int32) + 1
     blocks = tl.cdiv(tl.cdiv(stop, BLOCK), PARTS)
     for block in range(part * blocks, (part + 1) * blocks):
         slot = block * BLOCK + tl.arange(0, BLOCK)
-        there = slot < stop
-        lies = start + slot[:, None].to(tl.int64) * to_slot + place
-        key = tl.load(keys + lies, mask=there[:, None] & inside, other=0.0)
-        seen = tl.load(masks + slot, mask=exists[:, None] & there, other=-float("inf")).to(tl.float32)
-        score = tl.dot(queries, tl.trans(key), input_precision="ieee") * scale + seen
+        in_range = slot < stop
+        addresses = start + slot[:, None].to(tl.int64) * to_slot + offsets
+        key = tl.load(keys + addresses, mask=in_range[:, None] & inside, other=0.0)
+        mask_values = tl.load(masks + slot, mask=exists[:, None] & in_range, other=-float("inf")).to(tl.float32)
+        score = tl.dot(queries, tl.trans(key), input_precision="ieee") * scale + mask_values
         higher = tl.maximum(peak, tl.max(score, 1))
         level = tl.where(higher == -float("inf"), 0.0, higher)
         weight = tl.exp(score - level[:, None])
         shrunk = tl.exp(peak - level)
-        value = tl.load(values + lies, mask=there[:, None] & inside, other=0.0)
-        read = read * shrunk[:, None] + tl.dot(weight.to(value.dtype), value, input_precision="ieee")
+        value = tl.load(values + addresses, mask=in_range[:, None] & inside, other=0.0)
+        weighted_sum = weighted_sum * shrunk[:, None] + tl.dot(weight.to(value.dtype), value, input_precision="ieee")
         total = total * shrunk + tl.sum(weight, 1)
         peak = higher
     if PARTS == 1:
-        found = read / total[:, None]
-        tl.store(sums + lines[:, None] * WIDTH + place, found.to(sums.dtype.element_ty), mask=exists[:, None] & inside)
+        output = weighted_sum / total[:, None]
+        tl.store(
+            sums + lines[:, None] * WIDTH + offsets, output.to(sums.dtype.element_ty), mask=exists[:, None] & inside
+        )
     else:
         lines += part * tl.num_programs(1) * group * count
-        tl.store(sums + lines[:, None] * WIDTH + place, read, mask=exists[:, None] & inside)
+        tl.store(sums + lines[:, None] * WIDTH + offsets, weighted_sum, mask=exists[:, None] & inside)
         tl.store(peaks + 2 * lines, peak, mask=exists)
         tl.store(peaks + 2 * lines + 1, total, mask=exists)
 
@@ -171,14 +173,14 @@ def _attend_kernel(
 @_kernel
 def _gather_kernel(sums, peaks, attended, WIDTH: tl.constexpr, WIDE: tl.constexpr, PARTS: tl.constexpr):
     line, lines = tl.program_id(0), tl.num_programs(0)
-    part, place = tl.arange(0, PARTS), tl.arange(0, WIDE)
-    inside = place < WIDTH
-    lies = part * lines + line
-    peak, total = tl.load(peaks + 2 * lies), tl.load(peaks + 2 * lies + 1)
+    part, offsets = tl.arange(0, PARTS), tl.arange(0, WIDE)
+    inside = offsets < WIDTH
+    addresses = part * lines + line
+    peak, total = tl.load(peaks + 2 * addresses), tl.load(peaks + 2 * addresses + 1)
     weight = tl.exp(peak - tl.max(peak, 0))
-    read = tl.load(sums + lies[:, None] * WIDTH + place, mask=inside, other=0.0)
-    found = tl.sum(read * weight[:, None], 0) / tl.sum(total * weight, 0)
-    tl.store(attended + line * WIDTH + place, found.to(attended.dtype.element_ty), mask=inside)
+    weighted_sums = tl.load(sums + addresses[:, None] * WIDTH + offsets, mask=inside, other=0.0)
+    output = tl.sum(weighted_sums * weight[:, None], 0) / tl.sum(total * weight, 0)
+    tl.store(attended + line * WIDTH + offsets, output.to(attended.dtype.element_ty), mask=inside)
 
 
 def normed(x_XD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
@@ -192,12 +194,12 @@ def normed(x_XD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
 
 @_kernel
 def _norm_kernel(x, weight, normed, width, eps, WIDE: tl.constexpr):
-    place = tl.arange(0, WIDE)
-    inside, own = place < width, tl.program_id(0) * width + place
-    read = tl.load(x + own, mask=inside, other=0.0).to(tl.float32)
-    scale = tl.rsqrt(tl.sum(read * read, 0) / width + eps)
-    found = read * scale * tl.load(weight + place, mask=inside).to(tl.float32)
-    tl.store(normed + own, found.to(normed.dtype.element_ty), mask=inside)
+    offsets = tl.arange(0, WIDE)
+    inside, addresses = offsets < width, tl.program_id(0) * width + offsets
+    values = tl.load(x + addresses, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(values * values, 0) / width + eps)
+    output = values * scale * tl.load(weight + offsets, mask=inside).to(tl.float32)
+    tl.store(normed + addresses, output.to(normed.dtype.element_ty), mask=inside)
 
 
 def gated(gate_up_XF: Tensor) -> Tensor:
@@ -210,12 +212,12 @@ def gated(gate_up_XF: Tensor) -> Tensor:
 
 @_kernel
 def _gated_kernel(gate_up, product, width, BLOCK: tl.constexpr):
-    row, place = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = place < width
-    gate = tl.load(gate_up + 2 * row * width + place, mask=inside).to(tl.float32)
-    up = tl.load(gate_up + (2 * row + 1) * width + place, mask=inside).to(tl.float32)
-    found = gate * tl.sigmoid(gate) * up
-    tl.store(product + row * width + place, found.to(product.dtype.element_ty), mask=inside)
+    row, offsets = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = offsets < width
+    gate = tl.load(gate_up + 2 * row * width + offsets, mask=inside).to(tl.float32)
+    up = tl.load(gate_up + (2 * row + 1) * width + offsets, mask=inside).to(tl.float32)
+    output = gate * tl.sigmoid(gate) * up
+    tl.store(product + row * width + offsets, output.to(product.dtype.element_ty), mask=inside)
 
 
 def _processors(device: torch.device) -> int:

@@ -61,13 +61,13 @@ class Rotation:
 
     def _table(self, kind: str | None, device: torch.device) -> tuple[Tensor, Tensor]:
         half, turned = self._width // 2, 0 if kind is None else self._half
-        sides = [torch.ones(self._length, half, device=device), torch.zeros(self._length, half, device=device)]
+        tables = [torch.ones(self._length, half, device=device), torch.zeros(self._length, half, device=device)]
         if kind is not None:  # other elements are not rotated
             positions, sample = torch.arange(self._length, device=device)[None], torch.empty(0, device=device)
-            found = self._rotary(sample, positions, *((kind,) if kind else ()))
-            for side_Sh, found_1SE in zip(sides, found, strict=True):
-                side_Sh[:, :turned] = found_1SE[0, :, :turned]
-        cos_Sh, sin_Sh = sides
+            rotations = self._rotary(sample, positions, *((kind,) if kind else ()))
+            for table_Sh, values_1SE in zip(tables, rotations, strict=True):
+                table_Sh[:, :turned] = values_1SE[0, :, :turned]
+        cos_Sh, sin_Sh = tables
         if self._complex:
             return torch.complex(cos_Sh, sin_Sh), sin_Sh[:0]
         return cos_Sh.repeat(1, 2).to(self._dtype), sin_Sh.repeat(1, 2).to(self._dtype)

@@ -45,7 +45,7 @@ TASKS: dict[str, Callable[[ModuleType], Any]] = {
 
 def step(task: Any, batch: Any, device: str) -> tuple[float, list[torch.Tensor]]:
     """Return the loss of a step, and the weights after it."""
-    task.place(device)
+    task.move_to(device)
     task.module.to(device)
     weights = [weight for weight in task.module.parameters() if weight.requires_grad]
     optimizer = torch.optim.AdamW(weights, lr=0.1)

@@ -191,6 +191,6 @@ def test_a_teacher_is_frozen_and_in_evaluation_mode(worker: ModuleType):
     assert torch.equal(first.hidden_XE, second.hidden_XE)
     assert not first.hidden_XE.requires_grad
     assert not any(parameter.requires_grad for parameter in teacher.model.parameters())
-    teacher.place("cpu")
+    teacher.move_to("cpu")
     settings = ModelTeacher(worker.make_model(), "ab").settings
     assert json.loads(json.dumps(settings)) == settings == {"target": "ab", "dtype": "torch.float32"}
