@@ -43,8 +43,8 @@ class Watch:
     def end_step(self, on_host: Sequence[float], ended: Sequence[bool], lengths: Sequence[int]) -> None:
         """Clear this step's numbers, and raise ValueError for the first that is NaN or infinite.
 
-        `on_host` are the values of `numbers()`, `ended` masks the rows to ignore, and `lengths` are the previous lengths
-        of the rows.
+        `on_host` are the values of `numbers()`, `ended` masks the rows to ignore, and `lengths` are the rows' previous
+        lengths.
         """
         numbers, self._numbers, self._step = self._numbers, [], self._step + 1
         if math.isfinite(sum(on_host)):  # a sum is finite only if all terms are
