@@ -22,8 +22,8 @@ NAMES = {
     *("words", "hopes", "soup", "place", "why", "where", "how"),
 }
 """Participles, pronouns and prepositions that do not name functions, arguments or variables."""
-UNFINISHED = {"decode", "train"}
-"""Rooms whose variables and texts do not follow the rules yet."""
+UNFINISHED = {f"decode/models/{name}.py" for name in ("lean", "loading", "products/layers", "products/native")}
+"""Files whose variables do not follow the rules yet."""
 PHRASES = re.compile(
     r"tokens a step|texts? at a time|plain decoding|a killed run|goes on|\bbeside\b|nobody|own words|inner states"
     r"|read back|look-up|folder of everything|of it all|own answers|\bgo on\b|documents do not see|\bthin forward",
@@ -70,16 +70,16 @@ def names(tree: ast.AST) -> Iterator[tuple[int, str]]:
             yield node.lineno, node.id
 
 
-@pytest.mark.parametrize("room", sorted(set(ROOMS) - UNFINISHED))
+@pytest.mark.parametrize("room", ROOMS)
 def test_functions_and_variables_have_telling_names(room: str) -> None:
     odd = []
-    for path in sorted((ROOT / room).rglob("*.py")):
+    for path in sorted(set((ROOT / room).rglob("*.py")) - {ROOT / file for file in UNFINISHED}):
         for line, name in names(parse_file(path)):
             odd += [f"{path.relative_to(ROOT)}:{line}: {name}"] if name in NAMES else []
     assert not odd, "\n".join(odd)
 
 
-@pytest.mark.parametrize("room", sorted(set(ROOMS) - UNFINISHED))
+@pytest.mark.parametrize("room", ROOMS)
 def test_texts_use_standard_terms(room: str) -> None:
     odd = []
     for path in sorted(path for kind in ("py", "j2", "html", "yaml") for path in (ROOT / room).rglob(f"*.{kind}")):

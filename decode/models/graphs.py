@@ -292,12 +292,12 @@ class GraphedModel(LanguageModel):
             end, sizes = self._end(cache, tree.nodes), tuple((each.shape, each.dtype) for each in inputs)
             name = key, tree.nodes, sizes, end
             whole: _Whole = self._kept(slab, name, lambda: _Whole(slab.cache, tree, inputs, end))
-            for buffer, given in zip(whole.inputs, inputs, strict=True):
-                buffer.copy_(given)
+            for buffer, value in zip(whole.inputs, inputs, strict=True):
+                buffer.copy_(value)
             _set_first(whole.first_B, cache, 0)
             self._inside, whole.work = whole, lambda: run(*whole.inputs)
             try:
-                return tuple(found.clone() for found in whole(self._capture))
+                return tuple(output.clone() for output in whole(self._capture))
             finally:
                 self._inside = whole.work = None
 

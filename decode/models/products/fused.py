@@ -159,10 +159,8 @@ def _attend_kernel(
         total = total * shrunk + tl.sum(weight, 1)
         peak = higher
     if PARTS == 1:
-        output = weighted_sum / total[:, None]
-        tl.store(
-            sums + lines[:, None] * WIDTH + offsets, output.to(sums.dtype.element_ty), mask=exists[:, None] & inside
-        )
+        output = (weighted_sum / total[:, None]).to(sums.dtype.element_ty)
+        tl.store(sums + lines[:, None] * WIDTH + offsets, output, mask=exists[:, None] & inside)
     else:
         lines += part * tl.num_programs(1) * group * count
         tl.store(sums + lines[:, None] * WIDTH + offsets, weighted_sum, mask=exists[:, None] & inside)
