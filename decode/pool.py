@@ -114,7 +114,7 @@ class Pool:
             self._rows[index] = _Row(prompt, sampling, ticket, Rng([seed], self._target.device), new, len(prompt))
 
     def _read(self, index: int, prompt: list[int], start: int) -> None:
-        """Run all tokens of a prompt but the last. The first `start` tokens are already in the cache of this row."""
+        """Prefill the cache with all tokens of a prompt but the last. The first `start` are already cached."""
         needed = len(prompt) + self._limits.max_new_tokens
         if needed > self._cache.capacity:
             self._cache = self._cache.grown(max(needed, 2 * self._cache.capacity))

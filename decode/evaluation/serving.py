@@ -86,7 +86,7 @@ def load_rows(
 
 
 def serving_metrics(blocks: Sequence[Block]) -> dict[str, Any]:
-    """Return the metrics of a server under a load. Times are None if no request succeeded."""
+    """Return the metrics of a server from blocks of requests. Times are None if no request succeeded."""
     replies = [reply for block in blocks for reply in block.replies]
     good = [reply for reply in replies if reply.failure is None and reply.tokens]
     failures = [reply.failure for reply in replies if reply.failure is not None]

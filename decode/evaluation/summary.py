@@ -101,7 +101,8 @@ class Summariser:
         for entry in entries:
             if entry.sampling not in bases:
                 raise ValueError(
-                    f"{entry.label!r} requires {BASELINE!r} at temperature {entry.sampling.temperature:g} as baseline"
+                    f"{entry.label!r} requires {BASELINE!r} at temperature {entry.sampling.temperature:g} as "
+                    "baseline: add it to the methods"
                 )
             base = bases[entry.sampling]
             row = self._row(entry, base, partial(advance, entry.label))

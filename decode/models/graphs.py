@@ -50,7 +50,7 @@ class Capture(Protocol):
 
 
 class CudaGraphs:
-    """Capture on a separate stream. All graphs share their memory, so each replay overwrites the output of others."""
+    """CUDA graphs, captured on a separate stream. They share memory, so each replay overwrites other graphs' output."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -56,7 +56,8 @@ class HeadTree(Proposer):
         self._width = 1 + int(self.ranks_N.max())
         if self._width > context.target.vocab_size:
             raise ValueError(
-                f"the tree has {self._width} candidates per head, but there are {context.target.vocab_size} tokens"
+                f"the tree has {self._width} candidates per head, but the vocabulary has "
+                f"{context.target.vocab_size} tokens: use a narrower tree"
             )
         candidate_N = (self.tree.depth_BN[0].cpu() - 1) * self._width + self.ranks_N
         self._candidate_N = candidate_N[1:].to(context.ids_BS.device)

@@ -65,7 +65,7 @@ def nothing_accepted(next_B: Tensor) -> Verdict:
 
 
 def count_prefix(passes_BK: Tensor, valid_BN: Tensor | None) -> Tensor:
-    """Return the number of leading tokens of a chain that pass, [B]."""
+    """Return the number of tokens of a chain before the first that fails, [B]."""
     if valid_BN is not None:
         passes_BK = passes_BK & valid_BN[:, 1:]
     return passes_BK.cumprod(1).sum(1)

@@ -131,7 +131,8 @@ class PackedForward(BaseForward):
         longest = int(positions_BT[documents_BT != PADDING].amax()) + 1
         if longest > self._positions:
             raise ValueError(
-                f"a document has {longest} tokens, but {type(self.model).__name__} has {self._positions} positions"
+                f"a document has {longest} tokens, but {type(self.model).__name__} has {self._positions} "
+                "positions: prepare the data with smaller block_tokens"
             )
         return positions_BT.clamp(max=self._positions - 1)
 

@@ -17,7 +17,7 @@ from ...data.blocks.packing import Batch
 
 
 class Task:
-    """Training task for `fit`."""
+    """Training task: a module and how its loss on a batch is computed and evaluated. `fit` runs it."""
 
     name: str
     title: str | None = None

@@ -250,10 +250,10 @@ def _check(target: Any, heads: PredictionHeads, weights: Sequence[float], states
     if (heads.hidden_size, heads.vocab_size) != (hidden, vocab):
         raise ValueError(
             f"the heads have hidden size {heads.hidden_size} and {heads.vocab_size} tokens, but the target has hidden "
-            f"size {hidden} and {vocab} tokens"
+            f"size {hidden} and {vocab} tokens: pass heads of this target"
         )
     if states is not None and (states.states, states.hidden_size) != (heads.states, heads.states_size):
         raise ValueError(
             f"the heads read {heads.states} states of size {heads.states_size}, but the cache contains "
-            f"{states.states} states of size {states.hidden_size}"
+            f"{states.states} states of size {states.hidden_size}: write a new cache"
         )

@@ -76,7 +76,7 @@ class Available:
 
 
 def tunable_methods(available: Available, temperature: float) -> list[str]:
-    """List the names of `GRIDS` for these artifacts, without those that equal another one at temperature 0."""
+    """List the names of `GRIDS` that these artifacts allow, without those that equal another at temperature 0."""
     names = [name for name in GRIDS if temperature > 0 or name not in (*SAME_WHEN_GREEDY, TYPICAL)]
     names = [name for name in names if name != PARALLEL or available.is_parallel]
     return [name for name in names if available.parts.issuperset(method_config(*VARIANTS.get(name, (name, {}))).needs)]
