@@ -33,8 +33,6 @@ class TracedStep:
 
 
 class _Watched(Verifier):
-    """Verifier that records the last proposal and verdict of another one."""
-
     def __init__(self, inner: Verifier) -> None:
         self._inner = inner
         self.lossless, self.score_type = inner.lossless, inner.score_type

@@ -146,7 +146,6 @@ class _Shape(_Replayed):
         self.bias_BMW[:, :, root:-1] = tree.bias(start, stop)
 
     def run(self) -> Tensor:
-        """Return the hidden states [B, M, D]."""
         first_B1 = self.first_B[:, None]
         slots_BM = first_B1 + self._place_M
         column_BS = (self._column_S - slots_BM[:, -1:]).clamp(0, self.bias_BMW.shape[2] - 1)
@@ -243,7 +242,6 @@ class GraphedModel(LanguageModel):
     def extend(
         self, cache: KVCache, tokens_BM: Tensor, tree: Tree | None = None, start: int = 0, stop: int | None = None
     ) -> Tensor:
-        """Run `LanguageModel.extend`, replayed if possible."""
         count, slab = tokens_BM.shape[1], self._slabs.get(cache)
         prompt = tree is None and not any(cache.lengths)
         above_BMD, self._above_BMD = self._above_BMD, None
@@ -284,7 +282,6 @@ class GraphedModel(LanguageModel):
     def run_captured(
         self, cache: KVCache, tree: Tree, key: Hashable, run: Callable[..., tuple[Tensor, ...]], *inputs: Tensor
     ) -> tuple[Tensor, ...]:
-        """Run `LanguageModel.run_captured` as one graph."""
         slab = self._slabs.get(cache)
         if slab is None or tree.nodes > self._max_tokens or is_in_torch_dispatch_mode():
             return run(*inputs)

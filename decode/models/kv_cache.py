@@ -97,7 +97,6 @@ class KVCache:
         return more
 
     def swap_rows(self, first: int, second: int) -> None:
-        """Swap two rows."""
         for stack in self._stacks:
             for content_LBHSE in stack:
                 content_LBHSE[:, [first, second]] = content_LBHSE[:, [second, first]]
@@ -108,7 +107,6 @@ class KVCache:
         return len(self.lengths) == 1 or len(set(self.lengths)) == 1
 
     def set_lengths(self, lengths: list[int]) -> None:
-        """Set the number of committed tokens of each row."""
         if lengths != self.lengths:
             self._set(list(lengths))
 

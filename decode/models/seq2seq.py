@@ -92,7 +92,6 @@ class Seq2SeqModel(LanguageModel):
         return bias_1H1R[0, :, 0].flip(-1).to(self.dtype).contiguous()
 
     def new_cache(self, batch: int, capacity: int) -> NoReturn:
-        """Raise ValueError, since a cache needs a source."""
         raise ValueError("attention: batch supports only decoders: use attention: tree")
 
     def begin(self, prompts: Sequence[Sequence[int]], extra_slots: int) -> tuple[list[list[int]], SourceCache]:

@@ -41,8 +41,6 @@ class _Beam(NamedTuple):
 
 @dataclass
 class _Row:
-    """Search state of a row."""
-
     beams: list[_Beam]
     nodes: dict[tuple[int, int], int] = field(default_factory=dict)
     """Nodes by parent and token."""

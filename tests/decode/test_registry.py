@@ -10,13 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
-from draftsmith.decode.methods import (
-    METHODS,
-    Parts,
-    build_method,
-    method_config,
-    method_variants,
-)
+from draftsmith.decode.methods import METHODS, Parts, build_method, method_config, method_variants
 from draftsmith.decode.warpers import Sampling
 from draftsmith.recipes.commands.cli import app
 from draftsmith.recipes.schema.evaluation import EvaluateRecipe

@@ -139,7 +139,6 @@ class StateFolder:
                 out.write(json.dumps(line) + "\n")
 
     def log_evaluation(self, step: int, metrics: Mapping[str, float], tokens: int) -> None:
-        """Log the metrics measured after `step` steps and `tokens` tokens."""
         self.evaluations[step] = dict(metrics)
         self.log({"step": step, "tokens": tokens, "evaluation": dict(metrics)})
 

@@ -159,7 +159,6 @@ class Stepper:
         return scaled / zero.loss_scale if scaled >= 0 else math.inf
 
     def apply(self) -> None:
-        """Update the weights and clear the gradient."""
         if self._engine is not None:
             self._engine.step()
             return

@@ -77,7 +77,6 @@ class Medusa2Module(HeadsModule):
             return self.teacher(self.frozen_states(batch))
 
     def adapters(self) -> Iterator[nn.Parameter]:
-        """Return the trained parameters of the target."""
         return (parameter for parameter in self.target.parameters() if parameter.requires_grad)
 
     def rate_group(self, parameter: nn.Parameter) -> str:

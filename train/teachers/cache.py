@@ -262,7 +262,6 @@ class CacheWriter:
         return rows * self.row_bytes + 1024 * (len(missing) + 2) + 16 * len(self._first_row_D)
 
     def missing_shards(self) -> list[Shard]:
-        """Return the shards without a file, or with a file of other rows."""
         return [shard for shard in self.shards if not self._holds(shard)]
 
     def _holds(self, shard: Shard) -> bool:

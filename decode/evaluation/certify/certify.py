@@ -346,7 +346,6 @@ class _Run:
         return joint_test(self.distributions, outcomes)
 
     def judge_sampled(self, numbers: Sequence[int], outputs: list[list[int]]) -> None:
-        """Add the rows to the evidence of each order."""
         self.texts += zip(numbers, outputs, strict=True)
         if not any(outputs):
             return

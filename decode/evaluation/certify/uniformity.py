@@ -58,7 +58,6 @@ class Evidence:
 
     @property
     def joined(self) -> np.ndarray:
-        """Return the statistics [3, X] of all rows."""
         return np.concatenate([*self.rows, np.zeros((3, 0))], 1)
 
     @property

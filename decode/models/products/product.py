@@ -168,7 +168,6 @@ class Product:
 
     @property
     def weight_OI(self) -> Any:
-        """Weights, [O, I]."""
         return self._unpacked_OI if self.few_rows is None else self.few_rows.rows()
 
     def __call__(self, x_XI: Tensor) -> Tensor:

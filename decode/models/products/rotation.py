@@ -73,7 +73,6 @@ class Rotation:
         return cos_Sh.repeat(1, 2).to(self._dtype), sin_Sh.repeat(1, 2).to(self._dtype)
 
     def turn(self, x_BMHE: Tensor, turns: Turns) -> Tensor:
-        """Return rotated queries or keys."""
         turns_BM1E, sin_BM1E = turns
         if sin_BM1E is None:
             pairs = torch.view_as_complex(x_BMHE.unflatten(-1, (self._width // 2, 2)))

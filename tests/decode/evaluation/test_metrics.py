@@ -68,10 +68,7 @@ def test_possible_measurements_pass(change: dict[str, Any]) -> None:
         ({"perplexity": 0.7}, "perplexity is 0.700, below 1"),
         ({"speedup_interval": (2.1, 2.5), "speedup": 2.3}, "speedup is at least 2.10, above tokens_per_step of 2.00"),
         ({"by_category": {"math": {"acceptance_rate": 1.1}}}, "category 'math': acceptance_rate is 1.100, outside"),
-        (
-            {"by_category": {"math": FAST | {"speedup_interval": [2.3, 2.5]}}},
-            "'math': speedup is at least 2.30",
-        ),
+        ({"by_category": {"math": FAST | {"speedup_interval": [2.3, 2.5]}}}, "'math': speedup is at least 2.30"),
     ],
 )
 def test_impossible_measurements_are_named(change: dict[str, Any], message: str) -> None:

@@ -9,13 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from draftsmith.decode.evaluation.quality import (
-    common_subsequence,
-    nearly_tied,
-    perplexity_of,
-    rouge_l,
-    surprisal,
-)
+from draftsmith.decode.evaluation.quality import common_subsequence, nearly_tied, perplexity_of, rouge_l, surprisal
 from draftsmith.decode.models.loading import wrap_model
 from transformers import LlamaForCausalLM, OPTConfig, OPTForCausalLM, T5Config, T5ForConditionalGeneration
 

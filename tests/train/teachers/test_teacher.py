@@ -17,13 +17,7 @@ from draftsmith.data.blocks.packing import Batch
 from draftsmith.train.losses.chunks import DenseTeacher, SparseTeacher
 from draftsmith.train.losses.drafter import IGNORED, mixture, shifted_labels
 from draftsmith.train.teachers.cache import CacheWriter, RowCache, lock_cache
-from draftsmith.train.teachers.teacher import (
-    CachedTeacher,
-    CacheSource,
-    ModelTeacher,
-    top_log_probs,
-    top_rows,
-)
+from draftsmith.train.teachers.teacher import CachedTeacher, CacheSource, ModelTeacher, top_log_probs, top_rows
 
 CPU = torch.device("cpu")
 
