@@ -112,7 +112,7 @@ def test_bench_of_an_export(export: Path, cli: Callable[..., Any], tmp_path: Pat
     [
         ("vllm-sglang", "vlm", None, "'vlm'.*vllm.*sglang"),
         ("gguf", "vllm", None, "gguf.*vllm-sglang"),
-        (None, "vllm", None, "no export.*--to"),
+        (None, "vllm", None, "not an export.*--to"),
         ("gguf", "llama.cpp", None, "some/target.*--target"),
         ("vllm-sglang", "vllm", "", "--target"),
     ],

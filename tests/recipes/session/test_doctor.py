@@ -152,7 +152,7 @@ def test_an_evaluation_of_an_unsuitable_drafter_names_the_doctor(pair: tuple[Pat
     )  # fmt: skip
     with pytest.raises(ValueError, match=rf"352 tokens, the target of 320.*draftsmith doctor {pair[0]} {pair[1]}"):
         open_recipe(recipe)
-    with pytest.raises(ValueError, match="'speculative' needs `drafter`"):
+    with pytest.raises(ValueError, match="'speculative' requires `drafter`"):
         open_recipe(recipe.model_copy(update={"drafter": None}))
 
 

@@ -67,7 +67,7 @@ def test_a_killed_forge_decides_the_same(
     second = json.loads((out / "forge.json").read_text())
     assert first["decision_log"] == second["decision_log"]
     assert first["workloads"] == second["workloads"]
-    assert any("settings are measured" in line for line in lines_of(first))
+    assert any("measuring " in line and " settings" in line for line in lines_of(first))
     page = (out / "forge.html").read_text()
     assert "Decision log" in page
     if first["workloads"][0]["winner"] is not None:
@@ -249,7 +249,7 @@ def test_a_larger_budget_trains_the_chosen_candidate(shallow: Run, forge: Run, t
 
 def test_refusals_leave_no_files_and_plans_train_nothing(forged: Run, cli: Run, tmp_path: Path) -> None:
     out = tmp_path / "forge"
-    for word, said in (("batch=64", "256 are needed"), ("max_prompt_tokens=1", "at most 1 tokens")):
+    for word, said in (("batch=64", "256 held-out prompts"), ("max_prompt_tokens=1", "at most 1 tokens")):
         done = cli(*forged(out, word))
         assert done.returncode == 2
         assert said in done.stderr
@@ -350,7 +350,7 @@ def test_an_unsuitable_given_drafter_is_skipped(
     done = cli(*forged(tmp_path / "out", *given))
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "out" / "forge.json").read_text())
-    (left_out,) = (line for line in lines_of(found) if f"{tmp_path / 'other'}: left out" in line)
+    (left_out,) = (line for line in lines_of(found) if f"{tmp_path / 'other'}: skipped" in line)
     assert "64" in left_out
     assert str(tiny_pair / "drafter") in [each["name"] for each in found["workloads"][0]["compared"]]
 

@@ -172,7 +172,7 @@ def test_head_comment_gives_command_hardware_and_cost(name: str) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ('measure.tree="0, 0.0, 0.0.0, 0.0.0.0, 0.0.0.0.0, 0.0.0.0.0.0"', "6 .* 5 heads"),
+        ('measure.tree="0, 0.0, 0.0.0, 0.0.0.0, 0.0.0.0.0, 0.0.0.0.0.0"', "5 levels, got 6"),
         ("measure.tree=axb", "'axb'"),
         ("measure.table=/nowhere/table", "/nowhere/table"),
     ],
