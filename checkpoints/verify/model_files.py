@@ -191,7 +191,7 @@ class _Stored:
     def __init__(self, read: Callable[[], Tensor]) -> None:
         self._read = read
 
-    def __getitem__(self, where: Any) -> Tensor:
+    def __getitem__(self, key: Any) -> Tensor:
         return self._read()
 
 
@@ -206,29 +206,29 @@ def _stored_tensors(source: str, config: Any, settings: dict[str, Any], progress
     plain = plain and getattr(config, "quantization_config", None) is None and (config.dtype or is_mapped)
     if not plain or cached_file(source, ADAPTER_CONFIG, **_LENIENT):
         return None
-    opened = {file: safe_open(file, framework="pt", backend="pread") for file in _weight_files(source)}
-    done, total = 0, sum(Path(file).stat().st_size for file in opened)
+    files = {file: safe_open(file, framework="pt", backend="pread") for file in _weight_files(source)}
+    done, total = 0, sum(Path(file).stat().st_size for file in files)
 
     def read(file: str, name: str) -> Tensor:
         nonlocal done
-        tensor: Tensor = (safe_open(file, framework="pt") if is_mapped else opened[file]).get_tensor(name)
+        tensor: Tensor = (safe_open(file, framework="pt") if is_mapped else files[file]).get_tensor(name)
         done += tensor.nbytes
         if progress and not is_mapped:
             progress(100 * done // total, 100)
         return tensor
 
-    names = [(file, name) for file, each in opened.items() for name in each.keys()]  # noqa: SIM118
-    dtypes = "".join({opened[file].get_slice(name).get_dtype() for file, name in names} - {"I64", "BOOL"})
+    names = [(file, name) for file, each in files.items() for name in each.keys()]  # noqa: SIM118
+    dtypes = "".join({files[file].get_slice(name).get_dtype() for file, name in names} - {"I64", "BOOL"})
     if is_mapped:
         settings["dtype"] = {"BF16": torch.bfloat16, "F16": torch.float16}.get(dtypes, torch.float32)
     return {name: _Stored(partial(read, file, name)) for file, name in names}
 
 
-def _weight_files(source: str, wanted: Callable[[str], bool] = lambda name: True) -> list[str]:
+def _weight_files(source: str, is_wanted: Callable[[str], bool] = lambda name: True) -> list[str]:
     if (path := cached_file(source, _WHOLE, **_LENIENT)) is not None:
         return [path]
     index = cached_file(source, _INDEX, **_LENIENT)
-    names = sorted(set(shards_of(Path(index), wanted).values())) if index is not None else []
+    names = sorted(set(shards_of(Path(index), is_wanted).values())) if index is not None else []
     return [cached_file(source, name) for name in names]
 
 

@@ -23,7 +23,7 @@ from ..tree import Tree
 from .draft_vocabulary import kept_tokens
 from .final_norm import final_norm, norm_input
 from .kv_cache import KVCache
-from .products.shared import held
+from .products.shared import stored_weights
 
 NO_LIMIT = 1 << 30
 """Value of `max_positions` for models without a limit."""
@@ -257,7 +257,7 @@ class TransformersModel(LanguageModel):
         self.vocab_size = model.get_output_embeddings().out_features
         self.hidden_size = config.hidden_size
         self.max_positions, self.windows = position_limit(config) or NO_LIMIT, windows(config)
-        weights = held(model.get_input_embeddings())
+        weights = stored_weights(model.get_input_embeddings())
         self.device, self.dtype = weights.device, weights.dtype
         self.layers = config.num_hidden_layers
         heads = config.num_attention_heads

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from ...checkpoints.storage.draft_vocabulary import check_tokens, read_vocabulary, write_vocabulary
-from .products.shared import held
+from .products.shared import stored_weights
 
 _BUFFER = "draft_tokens_R"
 
@@ -25,7 +25,7 @@ def keep_tokens(model: Any, ids_R: Tensor) -> None:
     Raises:
         ValueError: The ids are not increasing or exceed the vocabulary.
     """
-    weight = held(model.get_output_embeddings())
+    weight = stored_weights(model.get_output_embeddings())
     check_tokens(ids_R, weight.shape[0])
     model.register_buffer(_BUFFER, ids_R.long().to(weight.device), persistent=False)
 
@@ -46,6 +46,6 @@ def load_vocabulary(model: Any, folder: Path) -> None:
     Raises:
         ValueError: The file is invalid.
     """
-    ids_R = read_vocabulary(folder, held(model.get_output_embeddings()).shape[0])
+    ids_R = read_vocabulary(folder, stored_weights(model.get_output_embeddings()).shape[0])
     if ids_R is not None:
         keep_tokens(model, ids_R)

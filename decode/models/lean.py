@@ -28,7 +28,7 @@ from .products.layers import DecoderLayers, Kind
 from .products.native import compiled, fused_kernels
 from .products.product import FEW_ROWS, FewRows, Product, is_int8
 from .products.rotation import Rotation, Turns, rotations
-from .products.shared import held, is_shared, pack_layers, share
+from .products.shared import is_shared, pack_layers, share, stored_weights
 from .products.weights import ACTIVATIONS, FAMILIES, GATES, join_weights, norm_weight, split_heads
 
 ACTIVATED: dict[int, Callable[..., Tensor]] = {
@@ -96,7 +96,7 @@ class LeanDecoder(LanguageModel):
         embedding = getattr(decoder, family.embedding)
         if share and self._kept_R is None:
             pack_layers([output, embedding], is_int8(model))
-        head, embedding_VD = held(output), held(embedding)
+        head, embedding_VD = stored_weights(output), stored_weights(embedding)
         if (scale := getattr(embedding, "embed_scale", None)) is not None:
             self._embedding_scale = float(scale.to(embedding_VD.dtype))  # rounded as in transformers
         if family.positions is not None:
@@ -197,7 +197,7 @@ class LeanDecoder(LanguageModel):
     def _alone(self, module: Any) -> Product:
         if self._shares:
             pack_layers([module], self._int8)
-        weight_OI, bias_O = (held(module), module.bias) if is_shared(module) else join_weights([module])
+        weight_OI, bias_O = (stored_weights(module), module.bias) if is_shared(module) else join_weights([module])
         return self._product(weight_OI, bias_O)
 
     def _norm_in(self, layer: Any, norm_D: Tensor | None) -> Tensor | None:

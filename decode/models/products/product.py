@@ -110,8 +110,8 @@ class FewRows:
         parts = places_O.split(max(1, _UNPACKED_AT_ONCE // self._inputs))
         biases = [None] * len(parts) if bias_O is None else bias_O.to(self.dtype).split(len(parts[0]))
         x_XI = x_XI.to(self.dtype)
-        made = [F.linear(x_XI, self.rows(part), bias) for part, bias in zip(parts, biases, strict=True)]
-        return made[0] if len(made) == 1 else torch.cat(made, -1)
+        outputs = [F.linear(x_XI, self.rows(part), bias) for part, bias in zip(parts, biases, strict=True)]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
 
     pointer = property(lambda self: self._weight.data_ptr(), doc="Address of the weights.")
 

@@ -69,13 +69,13 @@ def share(modules: Sequence[Any], few: FewRows, order_O: Tensor | None = None) -
 
 def pack_layers(modules: Sequence[Any], int8: bool, progress: Callable[[int, int], None] | None = None) -> None:
     """Store the weights of linear layers and embeddings in the layout of products; a tied weight once."""
-    made = dict[int, FewRows | None]()
+    packed = dict[int, FewRows | None]()
     for number, module in enumerate(modules):
         if progress:
             progress(100 * number // len(modules), 100)
         if type(module) in (nn.Linear, nn.Embedding):
             key = id(module.weight)
-            made[key] = few = made[key] if key in made else pack(module.weight.detach(), int8)
+            packed[key] = few = packed[key] if key in packed else pack(module.weight.detach(), int8)
             if few is not None:
                 share([module], few)
 
@@ -85,6 +85,6 @@ def is_shared(module: Any) -> bool:
     return isinstance(module, _Shared)
 
 
-def held(module: Any) -> Any:
+def stored_weights(module: Any) -> Any:
     """Return a layer's detached weights [O, I], as `FewRows` if they are shared in order."""
     return module.few if is_shared(module) and module.places_O is None else module.weight.detach()

@@ -226,7 +226,7 @@ def test_heads_without_a_projection_get_the_targets() -> None:
     assert model.generate(custom_generate=custom, **asked).tolist() == model.generate(**asked).tolist()
     assert heads.projection(0).data_ptr() == model.lm_head.weight.data_ptr()
     other = build("llama", vocab_size=40)
-    with pytest.raises(ValueError, match=r"\[40, 32\].*\[50, 32\]"):
+    with pytest.raises(ValueError, match=r"\[50, 32\].*\[40, 32\]"):
         other.generate(custom_generate=custom, **asked)
     own = PredictionHeads(3, 1, 32, VOCAB).eval()
     attach_projection(own, model, model.device)
