@@ -9,7 +9,7 @@ from itertools import count, islice
 from typing import Any
 
 from .conversations import Prompt, Turn
-from .rendering.encoding import special_tokens
+from .rendering.encoding import first_token
 from .rendering.render import prompt_renderer
 from .rendering.templates import Template
 from .sources.reading import read_prompts
@@ -130,14 +130,15 @@ def _alternate_groups(source: str, prompts: Iterator[tuple[Prompt, list[int]]]) 
 def end_ids(tokenizer: Any, template: Template, generation_config: Any, stop: Sequence[str] = ()) -> tuple[int, ...]:
     """Return the tokens that end a text.
 
-    They are the tokenizer's end of sequence, the end tokens of the model's generation settings, the special tokens with
-    which the template ends a turn, and the user's `stop` tokens.
+    They are the tokenizer's end of sequence, the end tokens of the model's generation settings, the token with which
+    the template ends a turn, and the user's `stop` tokens.
 
     Raises ValueError: A text of `stop` is not one token.
     """
     named = getattr(generation_config, "eos_token_id", None)
     ends = {tokenizer.eos_token_id, *(named if isinstance(named, (list, tuple)) else [named])}
-    ends |= {number for number, token in special_tokens(tokenizer) if token in template.end}
+    start, end = first_token(template.end, tokenizer)
+    ends |= {tokenizer.get_added_vocab().get(template.end[start:end])}
     for text in stop:
         ids = tokenizer(text, add_special_tokens=False).input_ids
         if len(ids) != 1:

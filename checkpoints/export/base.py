@@ -195,5 +195,4 @@ def _serving_text(
 
 
 def _escape_json(value: str) -> str:
-    """Escape a value for a JSON string within single quotes of a shell."""
     return json.dumps(value)[1:-1].replace("'", "\\u0027")

@@ -214,7 +214,6 @@ def read_model_info(source: str, load_tokenizer: Callable[[str], Any]) -> ModelI
 
 
 def _rows(config: Any, shapes: dict[str, tuple[int, ...]]) -> tuple[int | None, int | None]:
-    """Return the stored rows of the embedding and of the output layer."""
     try:
         model = meta_model(config)
     except (ValueError, ImportError):  # model unknown to this transformers, or a missing kernel

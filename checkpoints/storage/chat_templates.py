@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import re
+import resource
 from collections.abc import Mapping, Sequence
 from datetime import date
 from typing import Any
 
+import psutil  # type: ignore[import-untyped]
+
 _DATE = "2024-07-26"  # default of Llama 3's template; the current date would make results change
 _TODAY = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
 _FAULTS = (ValueError, TypeError, ArithmeticError, LookupError, AttributeError, RecursionError)
+_MAX_BYTES = 2 << 30  # of memory that rendering may add
 
 
 def render_chat(
@@ -33,7 +37,9 @@ def render_chat(
     """
     from jinja2 import TemplateError
 
-    variables = dict(options or {})
+    variables, (soft, hard) = dict(options or {}), resource.getrlimit(resource.RLIMIT_AS)
+    if soft == resource.RLIM_INFINITY:
+        resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + _MAX_BYTES, hard))
     try:
         today = date.fromisoformat(str(variables.pop("date", _DATE)))
         source = tokenizer.get_chat_template(tools=tools or None)
@@ -45,6 +51,10 @@ def render_chat(
             add_generation_prompt=prompt,
             **{"date_string": f"{today:%d %b %Y}"} | variables,
         )
+    except MemoryError as error:
+        raise ValueError(f"the chat template cannot be rendered: it takes more than {_MAX_BYTES >> 30} GiB") from error
     except (TemplateError, *_FAULTS) as error:
         raise ValueError(f"the chat template cannot be rendered: {str(error) or type(error).__name__}") from error
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
     return str(text)

@@ -293,7 +293,6 @@ def _key(kind: str, identity: str, turns: list[Turn]) -> int:
 
 
 def _sample(turns: list[Turn]) -> str:
-    """Return the first `LANGUAGE_CHARACTERS` characters outside of code."""
     sample = ""
     for turn in turns:
         if turn.role != "system" and len(sample) < LANGUAGE_CHARACTERS:

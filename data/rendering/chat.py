@@ -7,7 +7,6 @@ turns, such as those that drop reasoning, give one document per answer. Letters:
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +15,7 @@ import numpy as np
 
 from ...checkpoints.storage.chat_templates import render_chat
 from ..conversations import Conversation, Turn
-from .encoding import special_strings
+from .encoding import first_token, special_strings
 from .templates import Template, check_calls, in_parts, shared_length
 
 _THOUGHT = "</think>"
@@ -69,13 +68,14 @@ class ChatLayout:
 
     def __init__(self, template: Template, tokenizer: Any) -> None:
         self.template, self.tokenizer = template, tokenizer
-        specials = sorted(special_strings(tokenizer), key=len, reverse=True)
-        self._special = re.compile("|".join(map(re.escape, specials)) or r"(?!)")
+        self._special = special_strings(tokenizer)
         self._checked = set[str]()
 
     def is_needed(self, conversation: Conversation) -> bool:
         """Return whether the constant texts of the template differ from `apply_chat_template` for a conversation."""
-        return bool(self.template.jinja) or any(self._special.search(turn.text) for turn in conversation.turns)
+        return bool(self.template.jinja) or any(
+            token in turn.text for turn in conversation.turns for token in self._special
+        )
 
     def prompt(self, turns: Sequence[Turn]) -> list[int]:
         """Return the ids before the next answer. Raises ValueError if the template cannot render the turns."""
@@ -134,16 +134,14 @@ class ChatLayout:
                 break
         else:
             raise ValueError(f"the chat template does not render the answer {answer[:80]!r}")
-        lead, end = whole[begin:position], self._special.search(whole, position + len(text))
-        if end is None:
-            raise ValueError(
-                f"answers end with {whole[position + len(text) :]!r}, not a special token: use another template"
-            )
+        lead, suffix = whole[begin:position], whole[position + len(text) :]
+        if (end := first_token(suffix, self.tokenizer)[1]) < 0:
+            raise ValueError(f"answers end with {suffix!r}, not a special token: use another template")
         if whole.startswith(prompt) and (not lead.strip() or _THOUGHT in answer):
             position = begin
         elif lead.endswith(" "):  # the space belongs to the answer's first token
             position -= 1
-        return whole, (position, end.end())
+        return whole, (position, len(whole) - len(suffix) + end)
 
     def _render(self, turns: Sequence[Turn], prompt: bool, tools: str = "") -> str:
         messages = [{"role": turn.role, "content": turn.text} for turn in turns]

@@ -46,6 +46,20 @@ def special_strings(tokenizer: Any) -> list[str]:
     return [text for _, text in special_tokens(tokenizer)]
 
 
+def first_token(text: str, tokenizer: Any) -> tuple[int, int]:
+    """Return the span of the first special token in a text or, if there is none, of the first other added token.
+
+    Some fine-tuned models have an `<|im_end|>` that is not special. The span is (-1, -1) if there is neither.
+    """
+    tokens = (token.content for token in tokenizer.added_tokens_decoder.values())
+    added = [token for token in tokens if len(token.strip()) > 2]  # others are runs of white space
+    for known in (special_strings(tokenizer), added):
+        if places := [(text.find(token), -len(token)) for token in known if token in text]:
+            start, length = min(places)
+            return start, start - length
+    return -1, -1
+
+
 class PieceEncoder:
     """Encoder of pieces as plain text, in which special-token strings stay text.
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ...checkpoints.storage.chat_templates import render_chat
 from ...checkpoints.storage.messages import did_you_mean
 from ..conversations import Turn, tool_text
-from .encoding import special_strings
+from .encoding import first_token, special_strings
 
 OWN = "tokenizer"
 """Name of a tokenizer's own chat template."""
@@ -174,24 +175,32 @@ def own_template(tokenizer: Any, options: Mapping[str, Any]) -> Template:
     try:
         return _constant_texts(chat)
     except ValueError:
-        try:
-            suffix = _split_at(chat.render(1, prompt=False), _ANSWERS[0])[1]
-        except ValueError:
-            chat = replace(chat, parts=True)
-            suffix = _split_at(chat.render(1, prompt=False), _ANSWERS[0])[1]
-        end = _split_end(suffix, tokenizer)[0] if any(each in suffix for each in special_strings(tokenizer)) else ""
+        chat, suffix = _find_message_form(chat)
         return Template(
             name=OWN,
             start="",
             system=("", "") if _shows_system(chat) else None,
             next="",
             middle="",
-            end=end,
+            end=suffix[: max(0, first_token(suffix, tokenizer)[1])],
             writes_bos=True,
             jinja=str(tokenizer.chat_template),
             options=chat.options,
             parts=chat.parts,
         )
+
+
+def _find_message_form(chat: _Chat) -> tuple[_Chat, str]:
+    """Return the chat with the form of messages that its template shows, and the text that follows an answer, if known.
+
+    A template may require a system text, or change the texts of messages. Raises ValueError if it cannot be rendered.
+    """
+    for system, parts in ((None, False), (None, True), (_SYSTEM, False), (_SYSTEM, True)):
+        tried = replace(chat, parts=parts)
+        with suppress(ValueError):
+            return tried, _split_at(tried.render(1, prompt=False, system=system), _ANSWERS[0])[1]
+    chat.render(1, prompt=True)
+    return chat, ""
 
 
 def _constant_texts(chat: _Chat) -> Template:
@@ -306,7 +315,6 @@ def _split_at(text: str, mark: str) -> tuple[str, str]:
 
 
 def _split_end(tail: str, tokenizer: Any) -> tuple[str, str]:
-    """Split the text that follows an answer behind its first special token."""
     candidates = [(tail.find(token), -len(token), token) for token in special_strings(tokenizer) if token in tail]
     if not candidates:
         raise ValueError(f"template 'tokenizer': the chat template ends an answer with {tail!r}, not a special token")

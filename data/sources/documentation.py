@@ -229,7 +229,6 @@ def _added_docstring(call: ast.expr) -> tuple[str, str] | None:
 
 
 def _strings(argument: ast.expr) -> list[str]:
-    """Return the string of an argument: a constant, the template of `.format(…)` or `%`, or the last of a pair."""
     if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
         return [argument.value]
     if isinstance(argument, ast.Call) and isinstance(argument.func, ast.Attribute) and argument.func.attr == "format":
@@ -346,7 +345,6 @@ def _paragraph(block: list[str]) -> str:
 
 
 def _parameters(lines: list[str]) -> str:
-    """Return a line for each parameter: "- `name` (type): description"."""
     entries: list[tuple[str, str, list[str]]] = []
     for line in lines:
         if line[:1].strip():

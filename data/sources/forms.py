@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from ...checkpoints.storage.messages import brief, did_you_mean
@@ -19,10 +20,20 @@ _REFERENCES = ("reference", "references", "answers")
 _CONTEXT = ("input", "context")  # texts that follow a question
 _SYSTEM = ("system", "system_prompt")
 _IDS = ("conversation_id", "id", "conversation_hash", "question_id", "prompt_id")
-_LEARNED = ("weight", "train", "loss")
+_LEARNED = (
+    "weight",
+    "loss_weight",
+    "train",
+    "training",
+    "trainable",
+    "train_on_turn",
+    "loss",
+    "loss_mask",
+    "step_loss_mask",
+)
 """Keys of messages that are 0 or false for answers that are not supervised."""
 _KEYS = {"from", "value", "role", "content", "text", "tool_calls", CALL_ROLE, *THOUGHT_KEYS, *_LEARNED}
-_TEXT_PARTS = ("text", "input_text", "output_text")
+_TEXT_PARTS, _THOUGHT_PARTS = ("text", "input_text", "output_text"), ("thinking", "reasoning")
 _SHOWN = 12
 
 # (columns of the messages or of the question, columns of the answer); the first form that fits is used: UltraChat has
@@ -74,6 +85,10 @@ def read_dialogue(row: Row) -> Dialogue:
     if form is None:
         raise _no_form(row)
     question, answer = form
+    if question in _CHATS and isinstance(columns[question], str):  # JSON, in tables without nested columns
+        with suppress(ValueError, RecursionError):
+            columns = {**columns, question: json.loads(columns[question])}
+            row = replace(row, value=columns)
     used, tools = [question, *([answer] if answer else [])], ""
     if question == "text":
         messages: list[tuple[Any, Any]] = [("text", columns[question])]
@@ -184,16 +199,17 @@ def _mark_context(message: Mapping[str, Any], content: Any) -> Any:
 
 
 def _notes(messages: Any) -> tuple[str, ...]:
-    """Return the counted keys of messages: reasoning, and keys that are not read."""
-    keys = (
-        dict.fromkeys(
-            key for message in messages if isinstance(message, Mapping) for key, value in message.items() if value
-        )
-        if isinstance(messages, list)
-        else {}
-    )
-    notes = [f"ignored key `{key}` of messages" for key in keys if key not in _KEYS]
-    return tuple(notes + ["reasoning converted to <think>"] * any(key in keys for key in THOUGHT_KEYS))
+    """Return the counted keys of messages: reasoning, keys that are not read, and weights that are not supported."""
+    notes = dict[str, None]()
+    for message in messages if isinstance(messages, list) else ():
+        for key, value in message.items() if isinstance(message, Mapping) else ():
+            if key in _LEARNED and value not in (0, 1, None):
+                notes[f"`{key}` of messages is neither 0 nor 1, taken as 1"] = None
+            elif key in THOUGHT_KEYS and value:
+                notes["reasoning converted to <think>"] = None
+            elif key not in _KEYS and value not in (None, "", [], {}):
+                notes[f"ignored key `{key}` of messages"] = None
+    return tuple(notes)
 
 
 def _call(call: Any) -> Any:
@@ -207,11 +223,13 @@ def _call(call: Any) -> Any:
 
 
 def _content(content: Any) -> Any:
-    if not isinstance(content, list) or not content:
+    if not isinstance(content, list) or not all(isinstance(part, Mapping) for part in content):
         return content
-    texts = [part.get("text") for part in content if isinstance(part, Mapping) and part.get("type") in _TEXT_PARTS]
-    known = [text for text in texts if isinstance(text, str)]
-    return "\n".join(known) if len(known) == len(content) else content
+    known = [(part.get("type"), _content(part.get("thinking", part.get("text")))) for part in content]
+    if not known or any(kind not in _TEXT_PARTS + _THOUGHT_PARTS or not isinstance(text, str) for kind, text in known):
+        return content
+    texts = "\n".join(text for kind, text in known if kind in _TEXT_PARTS)
+    return with_thought({"thinking": "\n".join(text for kind, text in known if kind in _THOUGHT_PARTS)}, texts)
 
 
 def _texts(value: Any) -> tuple[str, ...]:

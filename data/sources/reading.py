@@ -190,7 +190,6 @@ def _resolve(source: str, path: str | None) -> tuple[Path | None, Corpus]:
 
 
 def _suggest_name(name: str) -> str:
-    """Suggest a corpus, or an entry of the path's folder, with a name similar to a missing one."""
     path = Path(name).expanduser()
     corpora = [*CORPORA, *(corpus.hub for corpus in CORPORA.values() if corpus.hub is not None)]
     entries = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []

@@ -197,6 +197,7 @@ _NOT_APPLIED = {
     **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "min_length", "min_new_tokens"), 0),
     **dict.fromkeys(("bad_words_ids", "sequence_bias", "suppress_tokens", "begin_suppress_tokens")),
     **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty")),
+    **dict.fromkeys(("stop_strings", "penalty_alpha", "dola_layers", "watermarking_config")),
 }
 """Settings of `transformers.generate` that change greedy text, with their neutral values."""
 
@@ -204,13 +205,17 @@ _NOT_APPLIED = {
 def ignored_settings(generation_config: Any) -> dict[str, Any]:
     """Return the settings that change greedy text in `transformers.generate` and that no method here applies."""
     values = {name: getattr(generation_config, name, None) for name in _NOT_APPLIED}
-    return {name: value for name, value in values.items() if value not in (None, [], {}, _NOT_APPLIED[name])}
+    if getattr(generation_config, "cache_implementation", None) == "quantized":
+        values["cache_implementation"] = "quantized"
+    return {name: value for name, value in values.items() if value not in (None, [], {}, _NOT_APPLIED.get(name))}
 
 
 def decode_reference(model: Any, prompt: Sequence[int], limits: Limits) -> Decoded:
     """Decode one prompt greedily with `transformers.generate`, without the model's `ignored_settings`."""
     ids, generation_config = torch.tensor([list(prompt)], device=model.device), model.generation_config
-    names = ("bos_token_id", "decoder_start_token_id", "cache_implementation")
+    names = {"bos_token_id", "decoder_start_token_id", "cache_implementation"} - set(
+        ignored_settings(generation_config)
+    )
     plain = GenerationConfig(**{name: getattr(generation_config, name, None) for name in names})
     start = time.perf_counter()
     model.generation_config = plain

@@ -131,7 +131,6 @@ def compare_replies(replies: Mapping[str, Reply], base_replies: Mapping[str, Rep
 
 
 def _acceptance(blocks: Sequence[Block], good: Sequence[Reply]) -> dict[str, Any]:
-    """Return acceptance metrics from the server's counters or its answers, or None if neither reports them."""
     total: dict[str, float] = {}
     for block in blocks:
         for key, value in block.counters.items():

@@ -39,8 +39,8 @@ class Summary:
     lossless_violations: list[str] = field(default_factory=list)
     """Lossless methods whose text differs from greedy decoding by more than near-ties."""
     identical_to_transformers: list[int] | None = None
-    """Number of prompts for which `transformers.generate` gives the tokens of greedy decoding, and of all prompts. None
-    if it was not run."""
+    """Number of prompts for which `transformers.generate` gives the tokens of greedy decoding, also up to a near-tie,
+    and of all prompts. None if it was not run."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,8 @@ class Summariser:
         greedy = next((run for sampling, run in bases.items() if sampling.greedy), None)
         summary = Summary()
         if greedy is not None and REFERENCE in self.runs:
-            summary.identical_to_transformers = count_identical(self.runs[REFERENCE], greedy)
+            wrong = self._compare(self.runs[REFERENCE], greedy)[1]
+            summary.identical_to_transformers = [len(self.prompts) - len(wrong), len(self.prompts)]
         done, steps = 0, len(entries) * (len(self.prompts) + 3)
 
         def advance(label: str) -> None:
@@ -216,13 +217,7 @@ class Summariser:
                 return f"prompt {self._named(index)} has {len(ids)} tokens, but its steps counted {tally.tokens}"
         if not (entry.sampling.greedy and row["lossless"]):
             return None
-        texts, greedy_texts = run.ids, base.ids
-        different = [index for index, text in enumerate(texts) if text != greedy_texts[index]]
-        wrong = [
-            index
-            for index in different
-            if not nearly_tied(self.target, self.prompts[index].ids, texts[index], greedy_texts[index])
-        ]
+        different, wrong = self._compare(run, base)
         row["near_ties"] = len(different) - len(wrong)
         if not wrong:
             return None
@@ -231,10 +226,19 @@ class Summariser:
             f"{len(run.ids)} prompts, first on prompt {self._named(wrong[0])}"
         )
         for index in wrong:
-            length, expected = len(texts[index]), len(greedy_texts[index])
+            length, expected = len(run.ids[index]), len(base.ids[index])
             if length != expected:
                 return f"prompt {self._named(index)} has {length} tokens, but {expected} in greedy decoding"
         return None
+
+    def _compare(self, run: Run, base: Run) -> tuple[list[int], list[int]]:
+        """Return the prompts whose texts differ from the baseline's, and those of them without a near-tie."""
+        different = [index for index, ids in enumerate(run.ids) if ids != base.ids[index]]
+        return different, [
+            index
+            for index in different
+            if not nearly_tied(self.target, self.prompts[index].ids, run.ids[index], base.ids[index])
+        ]
 
     def _named(self, index: int) -> str:
         return f"{index} ({self.prompts[index].name})" if self.prompts[index].name else str(index)

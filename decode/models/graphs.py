@@ -232,7 +232,6 @@ class GraphedModel(LanguageModel):
         return cache
 
     def _slots(self, capacity: int) -> int:
-        """Return the slots of a new cache, with room for later texts if graphs serve all lengths."""
         least = round_up(capacity, self._stride)
         if not self.supports_any_length:
             return least

@@ -218,7 +218,6 @@ class LeanDecoder(LanguageModel):
         return norm_D.to(self.dtype) * self.hidden_size**0.5
 
     def _norm(self, x_XD: Tensor, weight_D: Tensor | None) -> Tensor:
-        """Apply a norm without its bias, which is part of the next product, if there is one."""
         if weight_D is None:
             return x_XD
         if self._centred and self._complex:
@@ -427,7 +426,6 @@ def _width(config: Any) -> int:
 
 
 def _activation(config: Any) -> int | None:
-    """Return the activation of the MLPs, as numbered in few_rows.c, or None for others."""
     names = (getattr(config, name, None) for name in ("hidden_activation", "hidden_act", "activation_function"))
     name = next(filter(None, names), None)
     return (GATES if FAMILIES[config.model_type].gated else ACTIVATIONS).get(str(name))

@@ -122,7 +122,6 @@ class DynamicTree(DrafterProposer):
         return Proposal(tree, all_BN, levels=self._levels)
 
     def _suffix_nodes(self, context: Context) -> tuple[_Nodes, np.ndarray]:
-        """Return the root with the nodes of the suffix tree, and the mask of rows that need the drafter."""
         rows, device = range(len(context.lengths)), self.model.device
         if self.suffix is None:
             return self._root, ~np.array(context.ended)

@@ -132,7 +132,6 @@ class AcceptAll(Verifier):
 
 
 def _deepest_path(proposal: Proposal, passes_BN: Tensor, score_BN: Tensor) -> tuple[Tensor, Verdict]:
-    """Return the deepest node whose path passes (ties by score), and a verdict without the next token."""
     tree = proposal.tree
     rows, nodes = passes_BN.shape
     passes_BN = passes_BN & (tree.parents_BN >= 0)

@@ -68,7 +68,6 @@ def check_measure(recipe: HeadsRecipe) -> None:
 
 
 def _tree(recipe: HeadsRecipe) -> str:
-    """Return the tree to measure with; a k-configuration is cut to the number of heads."""
     tree = recipe.measure.tree
     return tree if "," in tree else "x".join(tree.split("x")[: recipe.num_heads])
 

@@ -251,7 +251,6 @@ def _read_part(
 
 
 def _has_few_ids(section: DataSection, part: SourceSection) -> bool:
-    """Return whether a corpus is to be divided, and has too few different ids to be divided by them."""
     is_divided = part.weight % 1 or (section.heldout_source is None and section.heldout_share)
     return bool(is_divided) and has_few_ids(_read_part(section, part, CorpusReport()))
 
@@ -268,7 +267,6 @@ def _draw(conversation: Conversation, by_content: bool) -> float:
 
 
 def _with_heldout(section: DataSection) -> DataSection:
-    """Return the section, with a larger held-out share if none of several conversations would be held out."""
     least, most = 1.0, 0.0
     if section.heldout_source is not None:
         return section

@@ -169,7 +169,6 @@ def _open_drafter(
 def _translation(
     recipe: EvaluateRecipe, source: str, manifest: Manifest | None, tokenizer: Any
 ) -> TextTranslation | None:
-    """Return a translation by text if the tokenizers differ and `speculative` is the only method that drafts."""
     drafting = {row.method for row in recipe.methods if "drafter" in method_config(row.method, row.options).needs}
     known = manifest is not None and manifest.tokenizer_fingerprint == tokenizer_fingerprint(tokenizer)
     if known or drafting != {"speculative"}:

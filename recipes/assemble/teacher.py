@@ -154,7 +154,6 @@ def _write(recipe: DrafterRecipe | HeadsRecipe, parts: Sequence[_Part], state: A
 
 
 def _write_share(writers: Sequence[CacheWriter], make_rows: MakeRows, batch: int, state: Any) -> None:
-    """Write this process's share of the files; raise Interrupted if a signal arrived."""
     missing = [(writer, shard) for writer in writers for shard in writer.missing_shards()]
     missing = [each for each in missing if each[1].number % state.num_processes == state.process_index]
     total, done = sum(shard.rows for _, shard in missing), 0

@@ -91,7 +91,6 @@ def _drafts(documents: list[Document], at: int, rng: np.random.Generator, new_to
 
 
 def _groups(drafts: list[_Draft], positions: int) -> Iterator[list[_Draft]]:
-    """Yield groups of drafts to decode in one batch, whose longest prompt and response fit into `positions`."""
     group: list[_Draft] = []
     for draft in drafts:
         needed = len(draft.prompt) + max(other.room for other in [*group, draft])

@@ -324,7 +324,6 @@ class CacheWriter:
 
 
 def _shards(rows_of_block: np.ndarray, most: int) -> Iterator[Shard]:
-    """Yield shards of consecutive blocks with at most `most` rows, or of one block with more."""
     total = np.concatenate([[0], np.cumsum(rows_of_block)])
     first = number = 0
     while first < len(rows_of_block):

@@ -219,7 +219,6 @@ def score(
 
 
 def _groups(passages: Sequence[Passage]) -> Iterator[list[Passage]]:
-    """Yield groups of passages with about `_TOKENS_AT_ONCE` tokens, whose states are held in memory at a time."""
     sizes = np.cumsum([len(passage.prompt) + len(passage.text) for passage in passages])
     for _, group in groupby(zip(sizes // _TOKENS_AT_ONCE, passages, strict=True), lambda pair: pair[0]):
         yield [passage for _, passage in group]

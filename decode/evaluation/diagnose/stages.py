@@ -144,7 +144,6 @@ def gaps(stages: Sequence[Stage]) -> list[dict[str, Any]]:
 
 
 def _resampled(stage: Stage) -> Floats | None:
-    """Return resampled values. Stages of the same prompts use the same resamples, so that differences are paired."""
     if stage.sums is None:
         return None
     over_P, under_P = stage.sums

@@ -99,7 +99,6 @@ def run_certify(
 
 
 def _certifier(case: Case) -> Certify:
-    """Return a function that certifies an entry of the case and measures rounding once for each sampling."""
     pair = case.pair
     # The judge runs transformers' own forward, so that faults of the fast forward used in decoding are found too.
     judge = make_judge(pair.model, states_of(pair.parts.heads))

@@ -229,6 +229,7 @@ def _show(case: Case, results: dict[str, Any]) -> None:
     for error in results["errors"]:
         console().print(f"error: {error}")
     if (same := results["greedy_equals_transformers"]) is not None:
-        console().print(f"autoregressive decoding equals transformers.generate on {same[0]} of {same[1]} prompts")
+        end = f"on {same[0]} of {same[1]} prompts (near-ties count as equal)"
+        console().print(f"autoregressive decoding equals transformers.generate {end}", soft_wrap=True)
     if results["resumed"]:
         console().print(f"{results['resumed']} runs are from an earlier, interrupted process")

@@ -194,7 +194,6 @@ class _Forge:
         return workload.batch * self.prefill + self.recipe.new_tokens * self.curve(workload.batch)
 
     def _certified_tokens(self) -> int:
-        """Return the number of tokens per certificate that the budget allows, or 0 for no certificate."""
         share = BUDGET_SHARES["certify"] * self.seconds / len(self.workloads)
         tokens = min(int(share / (_CERTIFYING * self.curve(1))), _CERTIFIED[-1])
         return tokens if tokens in _CERTIFIED else 0
@@ -263,7 +262,6 @@ class _Forge:
             run_launched(f"--num_processes {self.recipe.processes} {self.recipe.launch}", *command)
 
     def _train_candidates(self, candidates: Sequence[Candidate]) -> None:
-        """Train all candidates for a short time, and the best one of each workload for the rest of the time."""
         known = {each.name: each for each in candidates}
         if not known:
             self._note("no training: no candidate could be faster than autoregressive decoding")

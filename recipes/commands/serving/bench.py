@@ -102,7 +102,6 @@ async def _measure(recipe: BenchRecipe, prompts: Sequence[Prompt], signals: Stop
 async def _blocks(
     recipe: BenchRecipe, servers: Sequence[Server], concurrency: int, prompts: Sequence[Prompt], signals: Stoppable
 ) -> list[list[Block]]:
-    """Return the blocks of each server under a load; the server that begins alternates."""
     blocks: list[list[Block]] = [[] for _ in servers]
     for server in servers:
         await _send(recipe, server, prompts[: min(_WARM_UP, concurrency)], concurrency, lambda: None)

@@ -286,7 +286,6 @@ def measure_engine(recipe: BenchRecipe, commands: Sequence[Sequence[str]], more:
 
 
 def _port(url: str) -> int:
-    """Return the port of a local URL; raise ValueError if the URL is of another machine or has no port."""
     address = urlsplit(url)
     if address.hostname not in (HOST, "localhost") or address.port is None:
         raise ValueError(f"engines are started on this machine only: expected http://{HOST}:PORT/v1, got {url}")

@@ -50,6 +50,7 @@ def _tokenizer(chat_template: str | None) -> Any:
     texts = ["system user assistant model You help the hello\n\n INST SYS answer question " * 5]
     tokenizer = train_bpe(texts, 300, SPECIALS)
     tokenizer.chat_template = chat_template
+    tokenizer.add_tokens(["<|eot|>"])  # as some fine-tuned models have it, not special
     return tokenizer
 
 
@@ -109,6 +110,7 @@ def test_white_space_is_stripped_as_by_the_template(tokenizer: Any) -> None:
     [
         ("{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}", "recursion"),
         ("{% for %}", "Expected an expression"),
+        ("{{ 'x' * 3000000000 }}", "more than 2 GiB"),
     ],
 )
 def test_a_template_that_fails_is_refused(template: str, named: str) -> None:
@@ -154,6 +156,10 @@ REWRITING = {
         "{% set s = messages[0].content if messages[0].role == 'system' else '' %}" + FOR + "{% if m.role == 'user' %}"
         "<turn>{% if loop.last and s %}{{ s }}\n\n{% endif %}{{ m.content }}</turn>{% elif m.role == 'assistant' %}"
         " {{ m.content }}</s>{% endif %}{% endfor %}", 1, " ", "</s>"),
+    "an end token that is not special, and a system text that is required": (
+        "{% if messages[0].role != 'system' %}{{ raise_exception('no system text') }}{% endif %}"
+        + FOR + "<turn>{{ m.role }}\n{{ m.content }}<|eot|>\n{% endfor %}"
+        + ASKED.replace("<|im_start|>", "<turn>"), 1, "", "<|eot|>"),
 }  # fmt: skip
 
 
@@ -187,6 +193,13 @@ def test_complex_templates_are_rendered_answer_by_answer(name: str) -> None:
         3,
         len(short.ids),
     ) or documents == 1
+
+
+def test_a_template_that_changes_messages_serves_prompts() -> None:
+    tokenizer = _tokenizer(FOR + "<turn>{{ m.content | upper }}</turn>{% endfor %}")
+    turns = (Turn("user", "hello"),)
+    found = prompt_renderer(get_template("tokenizer", tokenizer), tokenizer)(turns)
+    assert found == _served(tokenizer, turns, prompt=True)
 
 
 def test_template_variables_are_passed_and_the_date_is_fixed() -> None:

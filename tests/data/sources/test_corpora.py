@@ -103,17 +103,21 @@ def test_references_are_answers_in_training(
     assert report.changed == {"references used as answers": 1}
 
 
-@pytest.mark.parametrize("key", ["weight", "train", "loss"])
+@pytest.mark.parametrize("key", ["weight", "train", "loss", "trainable", "step_loss_mask"])
 @pytest.mark.parametrize("form", [("role", "content"), ("from", "value")])
 def test_answers_of_weight_0_are_context(key: str, form: tuple[str, str], bpe: Any, tmp_path: Path) -> None:
     role, content = form
     texts = [("user", "one?"), ("assistant", "the"), ("user", "two?"), ("assistant", "hello")]
     row: dict[str, Any] = {"messages": [{role: name, content: text} for name, text in texts]}
-    row["messages"][1] |= {key: 0, "name": "Bo"}
-    row["messages"][3] |= {key: 1}
+    row["messages"][1] |= {key: 0, "name": "Bo", "mask": False, "audio": None}
+    row["messages"][3] |= {key: 0.5}
     report, rendering = CorpusReport(), RenderReport()
     (found,) = read_conversations(jsonl(tmp_path / "rows.jsonl", row), report=report)
-    assert report.changed == {"answers kept as context": 1, "ignored key `name` of messages": 1}
+    assert report.changed == {
+        "answers kept as context": 1,
+        f"`{key}` of messages is neither 0 nor 1, taken as 1": 1,
+        **dict.fromkeys((f"ignored key `{name}` of messages" for name in ("name", "mask")), 1),
+    }
     template = get_template("chatml")
     (document,) = Renderer(template, bpe, 99)([found], rendering)
     ((start, end),) = document.spans
@@ -131,6 +135,16 @@ def test_thoughts_are_supervised_before_their_answers(key: str, tmp_path: Path) 
     (found,) = read_conversations(jsonl(tmp_path / "rows.jsonl", row), report=report)
     assert found.turns[1].text == "<think>\nAdd.\n</think>\n\n4."
     assert report.changed == {"reasoning converted to <think>": 1}
+
+
+@pytest.mark.parametrize(("kind", "key"), [("thinking", "thinking"), ("reasoning", "text")])
+def test_reasoning_parts_and_messages_as_json_are_read(kind: str, key: str, tmp_path: Path) -> None:
+    answer = [{"type": kind, key: [{"type": "text", "text": "Add."}]}, {"type": "text", "text": "4."}]
+    row = {"messages": json.dumps([message("user", "2 + 2?"), message("assistant", answer) | {"name": "Bo"}])}
+    report = CorpusReport()
+    (found,) = read_conversations(jsonl(tmp_path / "rows.jsonl", row), report=report)
+    assert found.turns[1].text == "<think>\nAdd.\n</think>\n\n4."
+    assert report.changed == {"ignored key `name` of messages": 1}
 
 
 def message(role: str, content: Any) -> dict[str, Any]:

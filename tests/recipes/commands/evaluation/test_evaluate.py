@@ -85,7 +85,7 @@ def test_heads_of_another_size_are_refused(target: LlamaForCausalLM, corpus: Pat
         open_recipe(recipe(fewer, corpus, tmp_path))
 
 
-@pytest.mark.parametrize("where", ["settings", "template", "stop"])
+@pytest.mark.parametrize("where", ["settings", "template", "added", "stop"])
 def test_texts_end_at_every_end_token(
     target: LlamaForCausalLM, corpus: Path, tmp_path: Path, where: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -99,23 +99,28 @@ def test_texts_end_at_every_end_token(
     tokenizer = load_tokenizer(str(folder))
     if where == "settings":
         target.generation_config.update(eos_token_id=[tokenizer.eos_token_id, end], repetition_penalty=1.5)
+        target.generation_config.update(stop_strings=["x"], cache_implementation="quantized")
         target.save_pretrained(folder)
     elif where == "stop":
         values["stop"] = [tokenizer.decode([end])]
     else:
-        end = tokenizer.convert_tokens_to_ids("<|im_start|>")
-        tokenizer.chat_template = "{% for m in messages %}{{ m.content }}<|im_start|>{% endfor %}"
+        word = next(token for token in tokenizer.get_vocab() if token.isalpha() and len(token) > 2)
+        tokenizer.add_tokens([word])  # not special
+        name = "<|im_start|>" if where == "template" else word
+        end = tokenizer.convert_tokens_to_ids(name)
+        tokenizer.chat_template = f"{{% for m in messages %}}{{{{ m.content }}}}{name}{{% endfor %}}"
         tokenizer.save_pretrained(folder)
         values["template"] = "tokenizer"
     case = open_case(EvaluateRecipe(**values))
     assert end in case.limits.stop_ids
     assert tokenizer.eos_token_id in case.limits.stop_ids
     expected = [[*itertools.takewhile(lambda token: token != end, text), end][:24] for text in free]
-    if where != "template":
+    if where in ("settings", "stop"):
         assert case.texts(Sampling(0.0)) == expected
     results = run_evaluate(case.recipe)
     assert results["greedy_equals_transformers"] == [3, 3]
-    assert ("applies repetition_penalty=1.5" in capfd.readouterr().err) == (where == "settings")
+    ignored = "applies repetition_penalty=1.5, stop_strings=['x'], cache_implementation=quantized"
+    assert (ignored in " ".join(capfd.readouterr().err.split())) == (where == "settings")
 
 
 def test_later_turns_follow_recorded_or_generated_answers(
