@@ -244,7 +244,7 @@ def test_the_reference_may_differ_by_a_near_tie(make_llama: Callable[..., LlamaF
     ids = runs["plain"].ids[3]
     place = next(index for index, token in enumerate(ids) if token in (last, 47))
     for other, same in ((last + 47 - ids[place], 4), ((last + 1) % 47, 3)):
-        found = changed(runs, REFERENCE, 3, [*ids[:place], other, *ids[place + 1 :]])
+        found = change_text(runs, REFERENCE, 3, [*ids[:place], other, *ids[place + 1 :]])
         assert Summariser(target, Parts(), ASKED, found, LIMITS).summarise(ENTRIES[:1]).identical_to_transformers == [
             same,
             4,
