@@ -151,7 +151,6 @@ def _encode_row(row: dict[str, Any]) -> bytes:
 
 
 def _read_finished_keys(path: Path) -> set[str]:
-    """Return the keys of the finished conversations; truncate the file after the last complete line."""
     done: set[str] = set()
     if not path.exists():
         return done

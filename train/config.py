@@ -24,7 +24,6 @@ def micro_steps(global_batch: int, micro_batch: int, processes: int) -> int:
 
 
 def _limited(default: Any, **limits: float) -> Any:
-    """Return a dataclass field with the limits `ge`, `gt` and `lt`, named as in pydantic, which recipes must meet."""
     return field(default=default, metadata=limits)
 
 

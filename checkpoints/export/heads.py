@@ -42,7 +42,6 @@ def _load(source: Source, options: ExportOptions) -> PredictionHeads:
 
 
 def _tensors(heads: PredictionHeads) -> dict[str, Tensor]:
-    """Return tensors that are equivalent to the heads; low-rank projections are multiplied out."""
     tensors = {name: tensor.detach() for name, tensor in heads.state_dict().items() if ".linear." in name}
     for k in range(heads.num_heads):
         tail = heads.projection(k).detach()

@@ -290,7 +290,6 @@ def _is_shorter(drafter: int | None, target: int | None) -> bool:
 
 
 def _check_draft_vocabulary(target: ModelInfo, drafter: ModelInfo) -> Iterator[Finding]:
-    """Report a draft vocabulary in an artifact that was not exported, since other engines do not read it."""
     if (drafter.folder / DRAFT_VOCABULARY).is_file() and not (drafter.manifest and drafter.manifest.export):
         reason = f"it loads {DRAFT_VOCABULARY} as weights: use `draftsmith export`"
         effects = refuse(reason, "vllm")
@@ -302,7 +301,6 @@ def _check_draft_vocabulary(target: ModelInfo, drafter: ModelInfo) -> Iterator[F
 
 
 def _check_fingerprint(target: ModelInfo, drafter: ModelInfo) -> Iterator[Finding]:
-    """Report a manifest with another tokenizer fingerprint, unless the tokens themselves differ."""
     has_other_tokens = drafter.tokenizer is not None and drafter.vocab != target.vocab
     if has_other_fingerprint(target, drafter) and not has_other_tokens:
         assert drafter.manifest is not None

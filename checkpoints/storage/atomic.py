@@ -76,7 +76,6 @@ def atomic_dir(out: Path) -> Iterator[Path]:
 
 @contextmanager
 def _temporary_path(path: Path) -> Iterator[Path]:
-    """Yield a temporary name next to `path`, locked during the block; what was written there is removed at the end."""
     path.parent.mkdir(parents=True, exist_ok=True)
     _clear_leftovers(path.parent)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.saving")
@@ -103,7 +102,6 @@ def _put_in_place(new: Path, out: Path) -> None:
 
 
 def _clear_leftovers(folder: Path) -> None:
-    """Remove leftovers of interrupted writers in a folder, and restore what they had renamed."""
     with suppress(OSError):
         for name in os.listdir(folder):
             if match := _UNFINISHED.fullmatch(name):

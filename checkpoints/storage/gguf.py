@@ -164,7 +164,6 @@ def _dtype_of(reader: Any) -> str:
 
 
 def _names_of(reader: Any, model: Any, processor: Any) -> dict[str, str]:
-    """Return the model's tensor names by those of the file; empty if they do not match."""
     from transformers.modeling_gguf_pytorch_utils import get_gguf_hf_weights_map
 
     try:
@@ -206,7 +205,6 @@ def _stream(
 
 
 def _dequantise(tensor: Any) -> Any:
-    """Return a tensor of a file in float32, dequantised in parts to limit memory."""
     from gguf.quants import dequantize
 
     rows = tensor.data.reshape(-1, tensor.data.shape[-1])

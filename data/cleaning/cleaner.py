@@ -258,7 +258,6 @@ def _copy_context_mark(text: str, other: str) -> str:
 
 
 def _without_unknown(runs: list[tuple[str | None, list[str]]]) -> list[tuple[str | None, list[str]]]:
-    """Cut runs of unknown roles, with the question before and the answer after."""
     known: list[tuple[str | None, list[str]]] = []
     after_unknown = False
     for role, texts in runs:

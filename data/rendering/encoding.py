@@ -128,7 +128,6 @@ class PieceEncoder:
         return [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
 
     def _sentencepiece(self) -> Callable[[list[str]], list[np.ndarray]] | None:
-        """Return an encoder by sentencepiece, which is faster; None if its ids differ from the tokenizer's."""
         file = getattr(self.tokenizer, "sentencepiece_file", None)
         if file is None or self._backend is None:
             return None

@@ -143,7 +143,6 @@ class Layout:
         return (text[:-1], " ") if text.endswith(" ") else (text, "")
 
     def _constant(self, rest: str) -> _Lead:
-        """Return the constant between question and answer, which shares no token with the generated answer."""
         if rest in ("", " "):
             return _Lead(NO_IDS, "", After.SPACE if rest else After.TEXT)
         space = rest.endswith(" ")

@@ -216,7 +216,6 @@ def _iterate_docstrings(tree: ast.Module) -> Iterator[tuple[str, str, str]]:
 
 
 def _added_docstring(call: ast.expr) -> tuple[str, str] | None:
-    """Return name and text of `add_docstr(torch.abs, "…")` or `add_newdoc("numpy", "abs", "…")`."""
     if not isinstance(call, ast.Call) or len(call.args) < 2:
         return None
     function_name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
@@ -328,7 +327,6 @@ def _blocks(lines: list[str]) -> list[list[str]]:
 
 
 def _paragraph(block: list[str]) -> str:
-    """Join a block to a paragraph, or to a list with one item per line; "" for markup."""
     first, is_list = block[0].lstrip(), bool(_ITEM.match(block[0].lstrip()))
     is_markup = first.startswith(_MARKUP) or _FIELD.match(first) or ("%(" in first and ")s" in first)
     is_literal = not is_list and block[0].startswith("    ")

@@ -100,7 +100,6 @@ def _translation(corpus: Corpus, row: Row) -> Dialogue:
 
 
 def _read_piqa(corpus: Corpus, row: Row) -> Dialogue:
-    """Read a row of PIQA; labels are −1 in its test split and missing in the authors' files."""
     label = row.value.get("label")
     right = row.value.get(f"sol{int(label) + 1}") if label in (0, 1) else None
     return _question(row, _text(row, "goal", row.value["goal"]), *([right] if isinstance(right, str) else []))

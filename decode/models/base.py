@@ -209,7 +209,6 @@ class LanguageModel(AuxiliaryStates, DraftVocabulary, CapturedForwards):
         return mask_BMS[:, None]
 
     def _windowed(self, mask_B1MS: Tensor | None, positions_BM: Tensor, end: int, window: int | None) -> Tensor | None:
-        """Return the mask of a layer with a window, which hides committed tokens only: tree nodes see each other."""
         if window is None or end <= window:
             return mask_B1MS
         if mask_B1MS is None:
@@ -278,7 +277,6 @@ class TransformersModel(LanguageModel):
                 self.device = self.layer_devices[0]
 
     def _find_devices(self) -> list[torch.device]:
-        """Return the device of each layer. Offloaded layers run on the first device that holds weights."""
         first = next(weight.device for weight in self.model.parameters() if weight.device.type != "meta")
         lists = (part for part in self._decoder.modules() if isinstance(part, nn.ModuleList))
         layers = next(part for part in lists if len(part) == self.layers)

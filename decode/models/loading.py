@@ -226,7 +226,6 @@ def _load(source: str, *, device: str, device_map: Any, attention: str | None, *
 
 
 def _pack(model: PreTrainedModel, progress: Callable[[int, int], None] | None) -> None:
-    """Pack matrices in int8 if the optimised forward supports the model, and convert other weights to float32."""
     if LeanDecoder.covers(model):
         pack_layers(list(model.modules()), int8=True, progress=progress)
     for tensor in (*model.parameters(), *model.buffers()):

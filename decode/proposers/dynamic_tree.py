@@ -176,7 +176,6 @@ class DynamicTree(DrafterProposer):
     def _add(
         self, nodes: _Nodes, num_suffix: int, depth: int, parent_BA: Tensor, tokens_BAW: Tensor, joint_BAW: Tensor
     ) -> _Nodes:
-        """Add the candidates of a level. Those among the first `num_suffix` nodes only raise their probability."""
         tokens_BX, joint_BX = tokens_BAW.flatten(1), joint_BAW.flatten(1)
         parents_BX = parent_BA[..., None].expand_as(tokens_BAW).flatten(1)
         if num_suffix > 1:

@@ -121,7 +121,6 @@ def _layers_read(drafters: Iterable[str]) -> tuple[int, ...]:
 def _open_part(
     source: str, kind: str, load: Callable[[Path], Any], location: str | None = None
 ) -> tuple[ModelRef, tuple[Any, Any]]:
-    """Load a part and its manifest, which is None for a drafter that is not an artifact."""
     location = location or locate_part(source, kind)
     is_artifact = kind != "drafter" or (Path(location) / MANIFEST_FILE).is_file()
     ref = resolve_model(source, location)

@@ -120,7 +120,6 @@ def _drop_layers(target: Any) -> None:
 
 
 def _new_heads(recipe: HeadsRecipe, target: Any, prepared: Prepared) -> PredictionHeads | EagleHeads:
-    """Return heads initialised from the target, in float32, since 16 bits would lose small updates."""
     weight_VD = target.get_output_embeddings().weight.detach()
     if recipe.architecture == "eagle3":
         proposed = None

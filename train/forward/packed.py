@@ -206,7 +206,6 @@ def _flash_attention(batch: Batch) -> dict[str, Any]:
 
 
 def _can_attend_by_document(model: Any) -> bool:
-    """Switch a CPU model from SDPA to attention by document if possible, and return whether it uses it."""
     config = model.config.get_text_config()
     if next(model.parameters()).device.type != "cpu" or getattr(config, "sliding_window", None) is not None:
         return False
@@ -254,7 +253,6 @@ def has_plain_head(model: Any) -> bool:
 
 @contextmanager
 def _evaluating(model: Any) -> Iterator[None]:
-    """Evaluate without gradients within the context; on a CPU, masked attention replaces flash kernels."""
     was_training = model.training
     model.eval()
     on_cpu = next(model.parameters()).device.type == "cpu"

@@ -216,7 +216,6 @@ def import_heads(
 
 
 def _import_eagle(source: str, out: Path, target: str | None, states: str | None, *, unpickle: bool) -> None:
-    """Write an artifact of kind heads from EAGLE-3 heads, which may be in the format of speculators."""
     if target is None:
         raise ValueError(f"the target of the EAGLE-3 heads in {source} is missing: pass --target")
     if states is not None:

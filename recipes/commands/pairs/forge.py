@@ -186,7 +186,6 @@ class _Forge:
         return chosen
 
     def _count_prompts(self, workload: Workload, share: float, rows: int) -> int:
-        """Return the number of prompts on which `rows` rows can be measured in a share of the budget."""
         seconds, most = share * self.seconds / len(self.workloads), self.questions.held_out // workload.batch
         return workload.batch * count_batches(seconds, rows, self._batch_seconds(workload), most)
 

@@ -236,7 +236,6 @@ def _check_disk(out: Path, disk: dict[str, int], free: int) -> None:
 
 
 def _reduce_evaluation(recipe: Any) -> tuple[Any, int]:
-    """Return the recipe with a part of its evaluation, and the number of such parts in the whole."""
     section = recipe.measure
     shares = max(1, section.prompts or section.blocks)
     less = section.model_copy(update={"prompts": min(1, section.prompts), "blocks": -(-section.blocks // shares)})
