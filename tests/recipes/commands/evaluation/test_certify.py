@@ -107,7 +107,7 @@ def test_a_stopped_certificate_resumes(recipe: Path, stop: Any) -> None:
         code, said = stop(journal, lines + more, number, "certify", str(recipe), "--batch", "4", *asked)
         assert code == (-number if number == signal.SIGKILL else 128 + number)
         kept, lines = journal.read_text().splitlines(), journal.read_text().count("\n")
-        assert ("resuming; " in said) == (number == signal.SIGINT)
+        assert ("resuming with " in said) == (number == signal.SIGINT)
     assert "certify: stopped by signal 2" in said
     assert not json.loads(path.read_text())["complete"]
     texts, written = len(kept[1:lines]), journal.read_bytes()
@@ -122,6 +122,6 @@ def test_a_stopped_certificate_resumes(recipe: Path, stop: Any) -> None:
     journal.write_bytes(written)
     code, said, again = certified(recipe, *asked)
     assert code == 0
-    assert f"resuming; {texts} texts" in said
+    assert f"resuming with {texts} finished" in said
     assert again == whole
     assert not journal.parent.exists()

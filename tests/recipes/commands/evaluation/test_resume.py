@@ -52,7 +52,7 @@ def test_a_killed_evaluation_resumes(recipe: Path, stop: Any, capsys: pytest.Cap
     assert 9 <= len(finished) < 4 * PROMPTS
     evaluate(recipe)
     captured = capsys.readouterr()
-    assert f"resuming; {len(lines) - 1} runs" in captured.err
+    assert f"resuming with {len(lines) - 1} finished" in captured.err
     assert f"{len(finished)} runs are from an earlier" in captured.out
     results = load_results(out)
     assert results["resumed"] == len(finished)
@@ -83,7 +83,7 @@ def test_killed_tuning_resumes(recipe: Path, stop: Any, capsys: pytest.CaptureFi
     results = run_tune(loaded)
     said = capsys.readouterr().err
     assert "round-1.json is finished" in said
-    assert f"resuming; {count} runs" in said
+    assert f"resuming with {count} finished" in said
     assert (folder / "round-1.json").stat().st_mtime_ns == first
     rows = load_results(folder / "round-2.json")["methods"][1:]
     assert {each.label: each.speedup for each in results} == {row["label"]: row["speedup"] for row in rows}
