@@ -319,6 +319,7 @@ class Context:
         return ids
 
     def _copy_to_device(self, lengths: list[int], count: int) -> None:
+        """Copy the `count` tokens after the former end of each row to the device. Rejected ones are never read."""
         slots = np.minimum(np.array(lengths)[:, None] + np.arange(count), self.capacity - 1)
         packed = torch.from_numpy(np.stack((slots, np.take_along_axis(self.host_ids_BS, slots, 1))))
         slots_BK1, new_BK1 = to_device(packed, self.ids_BS.device)

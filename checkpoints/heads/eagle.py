@@ -245,6 +245,7 @@ def _attend_beside(
     keys: list[Tensor],
     values: list[Tensor],
 ) -> Tensor:
+    """Attend to all keys that the mask allows, and to the listed keys of each query's own position."""
     groups = query_BHTE.shape[1] // key_BJTE.shape[1]
     query_BJUTE = query_BHTE.unflatten(1, (-1, groups)) * query_BHTE.shape[-1] ** -0.5
     shared_BJUTT = query_BJUTE @ key_BJTE[:, :, None].mT

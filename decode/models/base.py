@@ -209,6 +209,7 @@ class LanguageModel(AuxiliaryStates, DraftVocabulary, CapturedForwards):
         return mask_BMS[:, None]
 
     def _windowed(self, mask_B1MS: Tensor | None, positions_BM: Tensor, end: int, window: int | None) -> Tensor | None:
+        """Return the mask of a layer with a window, which hides committed tokens only: tree nodes see each other."""
         if window is None or end <= window:
             return mask_B1MS
         if mask_B1MS is None:

@@ -222,6 +222,7 @@ def longest_match(text_S: Ints) -> tuple[int, int]:
 
 
 def _shares(next_M: Ints) -> Iterator[tuple[int, float]]:
+    """Yield the most frequent tokens with their shares. One extra observation keeps unique continuations below 1."""
     if not len(next_M):
         return
     tokens, counts = np.unique(next_M, return_counts=True)

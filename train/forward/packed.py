@@ -206,6 +206,7 @@ def _flash_attention(batch: Batch) -> dict[str, Any]:
 
 
 def _can_attend_by_document(model: Any) -> bool:
+    """Switch a CPU model from SDPA to attention by document if possible, and return whether it uses it."""
     config = model.config.get_text_config()
     if next(model.parameters()).device.type != "cpu" or getattr(config, "sliding_window", None) is not None:
         return False

@@ -231,6 +231,7 @@ class _Run:
         return batch, numbers[:-1].clamp(min=1).reshape(counts.shape), int(numbers[-1])
 
     def _sum_over_processes(self, loss: Tensor, stop: StopSignals) -> float:
+        """Return the step's loss over all processes, and agree on the signal to stop by in the same reduction."""
         if self.world == 1:
             self.stop_signal = None if stop.received is None else signal.Signals(stop.received)
             return float(loss)
