@@ -95,6 +95,7 @@ def test_equal_rows_are_certified_once(recipe: Path) -> None:
     assert few == {("lossless", False), ("too little text", True)}
 
 
+@pytest.mark.slow
 def test_a_stopped_certificate_resumes(recipe: Path, stop: Any) -> None:
     """The certificate after SIGKILL and Ctrl-C equals that of an undisturbed run."""
     path = recipe.parent / "certificate.json"
