@@ -72,7 +72,7 @@ def open_recipe(recipe: EvaluateRecipe) -> LoadedPair:
             if getattr(recipe, part) is None:
                 raise ValueError(f"method {row.method!r} requires `{part}`, which the recipe does not set")
     device = device_of(recipe)
-    load = partial(load_model, dtype=recipe.drafter_dtype or recipe.dtype, device=device)
+    load = partial(load_with_progress, dtype=recipe.drafter_dtype or recipe.dtype, device=device)
     refs = {"target": resolve_model(recipe.target)}
     tokenizer, model = load_tokenizer(recipe.target), load_target(recipe)
     heads = table = None
@@ -210,9 +210,17 @@ def device_of(recipe: EvaluateRecipe | RegenerateRecipe) -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
+def load_with_progress(source: str, **options: Any) -> PreTrainedModel:
+    """Run `load_model` with a progress bar."""
+    with bar(f"loading {Path(source).name}", "%") as advance:
+        return load_model(source, progress=advance, **options)
+
+
 def load_target(recipe: EvaluateRecipe) -> PreTrainedModel:
     """Load the target of a recipe."""
-    model = load_model(recipe.target, dtype=recipe.dtype, device=device_of(recipe), device_map=recipe.device_map)
+    model = load_with_progress(
+        recipe.target, dtype=recipe.dtype, device=device_of(recipe), device_map=recipe.device_map
+    )
     return model.requires_grad_(False)
 
 

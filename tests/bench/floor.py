@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from common import finish, in_turns, medians, parser_of
+from draftsmith.checkpoints.verify.model_files import meta_model
 from draftsmith.decode.models.loading import load_model, wrap_model
 from draftsmith.decode.models.products import native
 from draftsmith.decode.tree import Tree
@@ -49,8 +50,9 @@ def of_format(folder: str, name: str, runs: int, context: int, numbers: Sequence
     """Measure one dtype, with these numbers of rows only unless None."""
     model = load_model(folder, dtype=name)
     dtype, width = model.dtype, 1 if name == "int8" else model.dtype.itemsize
-    output = model.get_output_embeddings().weight
-    weights = output.numel() + sum(each.numel() for each in model.get_decoder().layers.parameters())
+    shape = meta_model(model.config)
+    output = shape.get_output_embeddings().weight
+    weights = output.numel() + sum(each.numel() for each in shape.get_decoder().layers.parameters())
     wrapped = wrap_model(model.requires_grad_(False))
     bandwidth, peak = rates(torch.float32 if numbers else dtype, runs)
     tokens = torch.randint(0, wrapped.vocab_size, (1, context + max(ROWS)))

@@ -24,12 +24,12 @@ from ....data.sources.reading import read_conversations
 from ....data.tokenizers import load_tokenizer
 from ....decode.engine import Limits, generate
 from ....decode.methods import Parts, build_method
-from ....decode.models.loading import load_model, wrap_model
+from ....decode.models.loading import wrap_model
 from ....decode.models.seq2seq import Seq2SeqModel
 from ....decode.pool import Pool
 from ....decode.rng import Rng
 from ....decode.warpers import Sampling
-from ...assemble.evaluation import device_of
+from ...assemble.evaluation import device_of, load_with_progress
 from ...schema.data import PlaceSection
 from ...schema.evaluation import RegenerateRecipe, ServerSection
 from ...schema.loading import write_recipe
@@ -131,7 +131,7 @@ class LocalTarget:
     def __init__(self, recipe: RegenerateRecipe) -> None:
         target = str(recipe.target)
         self._tokenizer = load_tokenizer(target)
-        model = load_model(target, dtype=recipe.dtype, device=device_of(recipe))
+        model = load_with_progress(target, dtype=recipe.dtype, device=device_of(recipe))
         self._template = get_template(recipe.template, self._tokenizer, recipe.template_options)
         self._prompt = prompt_renderer(self._template, self._tokenizer)
         self._target = wrap_model(model, graphs=False, share=True)  # graphs have a fixed shape, but rows join and leave

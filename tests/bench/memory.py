@@ -1,0 +1,75 @@
+"""Peak memory and time of loading a model and preparing its optimised forward, compared with its weights and its files.
+
+    python tests/bench/memory.py FOLDER [--dtypes float32 bfloat16 int8]
+
+Each dtype is measured in a process of its own. `memory` is the resident memory after preparation and `peak_memory` the
+maximum, both without the memory of a process that has prepared a tiny model. `weights` is the size of the weights in
+the dtype. `read_seconds` is the time to read the files. The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from common import finish, parser_of, random_llama
+
+SCRIPT = """
+import json, resource, sys, time
+from pathlib import Path
+import psutil, torch
+from draftsmith.checkpoints.verify.model_files import load_config, meta_model
+from draftsmith.decode.models.loading import load_model, wrap_model
+
+def prepare(folder):
+    start = time.perf_counter()
+    model = load_model(folder, dtype=dtype).requires_grad_(False)
+    loaded = time.perf_counter()
+    wrapped = wrap_model(model, share=True)
+    return wrapped, {"load_seconds": loaded - start, "wrap_seconds": time.perf_counter() - loaded}
+
+tiny, folder, dtype = sys.argv[1:]
+count = sum(weight.numel() for weight in meta_model(load_config(folder)).parameters())
+prepare(tiny)
+start = time.perf_counter()
+for file in Path(folder).glob("*.safetensors"):
+    with file.open("rb", buffering=0) as opened:
+        chunk = bytearray(1 << 24)
+        while opened.readinto(chunk):
+            pass
+measured = {"read_seconds": time.perf_counter() - start}
+before = psutil.Process().memory_info().rss
+wrapped, seconds = prepare(folder)
+after, peak = psutil.Process().memory_info().rss, 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+weights = count * (1 if dtype == "int8" else getattr(torch, dtype).itemsize)
+sizes = {"weights_bytes": weights, "memory_bytes": after - before, "peak_memory_bytes": peak - before}
+print(json.dumps(measured | seconds | sizes))
+"""
+
+
+def measure(tiny: Path, folder: str, dtype: str) -> dict[str, Any]:
+    """Measure one dtype in a new process."""
+    command = [sys.executable, "-c", SCRIPT, str(tiny), folder, dtype]
+    result: dict[str, Any] = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    return result | {"peak_share": result["peak_memory_bytes"] / result["weights_bytes"]}
+
+
+if __name__ == "__main__":
+    from tempfile import TemporaryDirectory
+
+    parser = parser_of(__doc__, "accepted for uniformity")
+    parser.add_argument("folder")
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16", "int8"])
+    options = parser.parse_args()
+    with TemporaryDirectory() as place:
+        random_llama((64, 64, 1, 4, 64)).save_pretrained(place)
+        found = {dtype: measure(Path(place), options.folder, dtype) for dtype in options.dtypes}
+    print("| dtype | weights | memory | peak memory | peak / weights | read | load | prepare |\n|---|" + "---:|" * 7)
+    for dtype, row in found.items():
+        sizes = [f"{row[f'{name}_bytes'] / 1e9:.2f} GB" for name in ("weights", "memory", "peak_memory")]
+        times = [f"{row[f'{name}_seconds']:.1f} s" for name in ("read", "load", "wrap")]
+        print(f"| {' | '.join([dtype, *sizes, format(row['peak_share'], '.2f'), *times])} |")
+    finish(found)
