@@ -114,7 +114,6 @@ class Pool:
             self._rows[index] = _Row(prompt, sampling, ticket, Rng([seed], self._target.device), new, len(prompt))
 
     def _read(self, index: int, prompt: list[int], start: int) -> None:
-        """Prefill the cache with all tokens of a prompt but the last. The first `start` are already cached."""
         needed = len(prompt) + self._limits.max_new_tokens
         if needed > self._cache.capacity:
             self._cache = self._cache.grown(max(needed, 2 * self._cache.capacity))

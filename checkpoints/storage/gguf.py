@@ -216,7 +216,6 @@ def _dequantise(tensor: Any) -> Any:
 
 
 def _set_splitting(backend: Any, name: str, file: Path) -> None:
-    """Set the pre-tokenizer of a byte-level BPE by its GGUF name. Raises ValueError if it is unknown."""
     from tokenizers import pre_tokenizers
     from transformers.integrations.gguf import gguf_tokenizer_mapping
 

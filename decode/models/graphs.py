@@ -305,7 +305,6 @@ class GraphedModel(LanguageModel):
         return shape
 
     def _kept(self, slab: _Slab, key: Hashable, make: Callable[[], Any]) -> Any:
-        """Return the object of a slab with this key. Create it if needed, dropping the least recently used ones."""
         if key in slab.shapes:
             slab.shapes.move_to_end(key)
         else:

@@ -227,12 +227,9 @@ def _load(source: str, *, device: str, device_map: Any, attention: str | None, *
 
 def _pack(model: PreTrainedModel, progress: Callable[[int, int], None] | None) -> None:
     if LeanDecoder.covers(model):
-
-        def size(module: Any) -> int:
-            return sum(weight.numel() for weight in module.parameters(recurse=False))
-
+        sizes = {module: sum(each.numel() for each in module.parameters(recurse=False)) for module in model.modules()}
         # The largest first, since the file's part of a matrix counts as memory while it is converted.
-        pack_layers(sorted(model.modules(), key=size, reverse=True), int8=True, progress=progress)
+        pack_layers(sorted(sizes, key=lambda module: -sizes[module]), int8=True, progress=progress)
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.is_floating_point():
             tensor.data = tensor.data.to(torch.float32, copy=True)

@@ -85,7 +85,6 @@ class Seq2SeqModel(LanguageModel):
 
     @torch.no_grad()
     def _bias_table(self, attention: Any) -> Tensor | None:
-        """Return the bias by distance [H, R], or None for layers that use the bias of the previous layer."""
         if not attention.has_relative_attention_bias:
             return None
         bias_1H1R = attention.compute_bias(1, self._farthest + 1, past_seen_tokens=self._farthest)
@@ -162,7 +161,6 @@ class Seq2SeqModel(LanguageModel):
 
 
 def _bounded(hidden_BMD: Tensor) -> Tensor:
-    """Clamp values that overflowed in half precision, as transformers does between its layers."""
     if hidden_BMD.dtype != torch.float16:
         return hidden_BMD
     largest = torch.finfo(torch.float16).max

@@ -129,7 +129,6 @@ def _joint(logits_BMV: Tensor, scores_BM: Tensor, sampling: Sampling) -> Tensor:
 
 
 def _pick(joint_BX: Tensor, beams: int, context: Context) -> tuple[Tensor, Tensor]:
-    """Return scores and indices of the next beams: the most likely continuations, or samples without replacement."""
     beams = min(beams, joint_BX.shape[1])
     if context.sampling.greedy:
         top = joint_BX.topk(beams, 1)

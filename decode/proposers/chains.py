@@ -55,7 +55,6 @@ class DraftChains(Proposer):
         return proposal
 
     def _draft(self, state: DraftState, context: Context, source: str) -> tuple[Tensor, Tensor]:
-        """Return the tokens [B, M, K] of one model's chains and their distributions (empty at temperature 0)."""
         hidden_BMD = state.read_root(context)[:, None]
         tokens, probs, count = [], [], self.num_drafts
         for level in range(self.gamma):

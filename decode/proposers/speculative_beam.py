@@ -121,7 +121,6 @@ class SpeculativeBeam(Proposer):
         return Proposal(Tree.chain(self._levels).to(device), tokens_BN, target_forwards=forwards)
 
     def _look_ahead(self, rows: list[_Row]) -> None:
-        """Run the beams that were not run yet, and the drafter's most likely continuations of all beams."""
         start, tokens = len(self._parents[0]), [list[int]() for _ in rows]
         new_nodes = [list[int]() for _ in rows]
         searched = [[] if row.ended(self._levels) else [beam for beam in row.beams if not beam.ended] for row in rows]
