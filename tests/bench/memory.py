@@ -12,8 +12,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
 
 from common import finish, parser_of, random_llama
 
@@ -50,26 +49,15 @@ print(json.dumps(measured | seconds | sizes))
 """
 
 
-def measure(tiny: Path, folder: str, dtype: str) -> dict[str, Any]:
-    """Measure one dtype in a new process."""
-    command = [sys.executable, "-c", SCRIPT, str(tiny), folder, dtype]
-    result: dict[str, Any] = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-    return result | {"peak_share": result["peak_memory_bytes"] / result["weights_bytes"]}
-
-
 if __name__ == "__main__":
-    from tempfile import TemporaryDirectory
-
     parser = parser_of(__doc__, "accepted for uniformity")
     parser.add_argument("folder")
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16", "int8"])
-    options = parser.parse_args()
+    options, results = parser.parse_args(), {}
     with TemporaryDirectory() as place:
         random_llama((64, 64, 1, 4, 64)).save_pretrained(place)
-        found = {dtype: measure(Path(place), options.folder, dtype) for dtype in options.dtypes}
-    print("| dtype | weights | memory | peak memory | peak / weights | read | load | prepare |\n|---|" + "---:|" * 7)
-    for dtype, row in found.items():
-        sizes = [f"{row[f'{name}_bytes'] / 1e9:.2f} GB" for name in ("weights", "memory", "peak_memory")]
-        times = [f"{row[f'{name}_seconds']:.1f} s" for name in ("read", "load", "wrap")]
-        print(f"| {' | '.join([dtype, *sizes, format(row['peak_share'], '.2f'), *times])} |")
-    finish(found)
+        for dtype in options.dtypes:
+            command = [sys.executable, "-c", SCRIPT, place, options.folder, dtype]
+            results[dtype] = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+            print(dtype, *(f"{name} {number:,.4g}" for name, number in results[dtype].items()))
+    finish(results)
