@@ -2,9 +2,8 @@
 
     python tests/bench/memory.py FOLDER [--dtypes float32 bfloat16 int8]
 
-Each dtype is measured in a process of its own. `memory` is the resident memory after preparation and `peak_memory` the
-maximum, both without the memory of a process that has prepared a tiny model. `weights` is the size of the weights in
-the dtype. `read_seconds` is the time to read the files. The last line is one JSON object.
+Each dtype is measured in a process of its own. Memory does not include that of a process which has
+prepared a tiny model. `load_seconds` includes the preparation. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -40,7 +39,8 @@ measured = {"read_seconds": time.perf_counter() - start}
 before = psutil.Process().memory_info().rss
 wrapped, seconds = prepare(folder)
 after, peak = psutil.Process().memory_info().rss, 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-sizes = {"weights_bytes": count * getattr(torch, dtype).itemsize, "memory_bytes": after - before, "peak_memory_bytes": peak - before}
+weights = count * getattr(torch, dtype).itemsize
+sizes = {"weights_bytes": weights, "memory_bytes": after - before, "peak_memory_bytes": peak - before}
 print(json.dumps(measured | seconds | sizes))
 """
 
