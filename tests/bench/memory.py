@@ -32,9 +32,7 @@ count = sum(weight.numel() for weight in meta_model(load_config(folder)).paramet
 prepare(tiny)
 start = time.perf_counter()
 for file in Path(folder).glob("*.safetensors"):
-    with file.open("rb", buffering=0) as opened:
-        while opened.read(1 << 24):
-            pass
+    file.read_bytes()
 measured = {"read_seconds": time.perf_counter() - start}
 before = psutil.Process().memory_info().rss
 wrapped, seconds = prepare(folder)
