@@ -1,7 +1,5 @@
 """Prompts of an evaluation, rendered for a model."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -116,6 +114,7 @@ def load_questions(
 
 
 def _alternate_groups(source: str, prompts: Iterator[tuple[Prompt, list[int]]]) -> Iterator[tuple[Prompt, list[int]]]:
+    """Yield the prompts of a set with groups, alternating between the groups."""
     corpus = find_corpus(source)
     if corpus is None or not corpus.groups:
         yield from prompts

@@ -3,8 +3,6 @@
 An answerer is an async function from a question to its answer, by a model or a server.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import json
@@ -130,6 +128,7 @@ class Store(AbstractContextManager["Store"]):
             os.fsync(self._file.fileno())
 
     def _check_settings(self, settings: Mapping[str, Any]) -> None:
+        """Write the settings of a new file. Raises ValueError if an existing one has others."""
         file, settings = self.path.with_name(self.path.name + ".json"), json.loads(json.dumps(settings))
         if not self.path.exists() or not self.path.stat().st_size:
             atomic_text(file, json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
@@ -151,6 +150,7 @@ def _encode_row(row: dict[str, Any]) -> bytes:
 
 
 def _read_finished_keys(path: Path) -> set[str]:
+    """Return the keys of the finished conversations; truncate the file after the last complete line."""
     done: set[str] = set()
     if not path.exists():
         return done
@@ -227,6 +227,7 @@ class _Work:
             await self._converse(*item)
 
     async def _converse(self, key: str, conversation: Conversation) -> None:
+        """Ask the questions of a conversation, and write it, or the reason why it failed."""
         turns = [turn for turn in conversation.turns[:1] if turn.role == "system"]
         if not turns and self.system:
             turns = [Turn("system", self.system)]
@@ -260,6 +261,7 @@ class _Work:
         self.progress(self.report.written + self.report.failed)
 
     def _find_fault(self, reply: Answer | Failure) -> tuple[str, str]:
+        """Return why an answer is not used, as kind and message; both empty if it is."""
         if isinstance(reply, Failure):
             return "request failed", reply.error
         self.report.answers += 1

@@ -92,12 +92,14 @@ def load_tokenizer(source: str) -> Any:
 
 
 def _lacks_files(folder: Path, tokenizer: Any = None) -> bool:
+    """Check if a folder lacks the vocabulary of a tokenizer, or of any; some tokenizers need none."""
     known = TOKENIZER_FILES if tokenizer is None else tokenizer.vocab_files_names.values()
     names = {"tokenizer.json", "tekken.json", *known} - {"tokenizer_config.json"}
     return (tokenizer is None or bool(known)) and not any((folder / name).is_file() for name in names)
 
 
 def _with_its_own_merges(tokenizer: Any, name: str, revision: str | None) -> Any:
+    """Return the tokenizer, with merges ordered by score if there is only a sentencepiece model."""
     from transformers.utils import cached_file
 
     def file(file_name: str) -> str | None:

@@ -1,7 +1,5 @@
 """Decoding methods. Each combines a proposer and a verifier, and declares its options and the artifacts it needs."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated, Literal
 

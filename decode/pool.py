@@ -6,8 +6,6 @@ Encoder-decoders are not supported.
 Shape letters: B rows that run, C rows with the same sampling, V vocabulary, D hidden.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -103,6 +101,7 @@ class Pool:
         return token_B.tolist()
 
     def _admit(self) -> None:
+        """Assign waiting prompts to free rows, preferring the row with the longest common prefix."""
         free = [index for index, row in enumerate(self._rows) if row.ticket is None]
         while free and self._waiting:
             ticket, prompt, seed, sampling = self._waiting.popleft()
@@ -114,6 +113,7 @@ class Pool:
             self._rows[index] = _Row(prompt, sampling, ticket, Rng([seed], self._target.device), new, len(prompt))
 
     def _read(self, index: int, prompt: list[int], start: int) -> None:
+        """Prefill the cache with all tokens of a prompt but the last. The first `start` are already cached."""
         needed = len(prompt) + self._limits.max_new_tokens
         if needed > self._cache.capacity:
             self._cache = self._cache.grown(max(needed, 2 * self._cache.capacity))
@@ -123,6 +123,7 @@ class Pool:
             self._target.extend(cache, torch.tensor([part]).to(self._target.device))
 
     def _compact_rows(self) -> int:
+        """Move running texts before free rows, and return their number."""
         running = [index for index, row in enumerate(self._rows) if row.ticket is not None]
         for free in range(len(running)):
             if self._rows[free].ticket is None:

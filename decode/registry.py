@@ -1,7 +1,5 @@
 """Registry of decoding methods: their options, the artifacts they need, and how they are built."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import (

@@ -59,6 +59,7 @@ class Tree:
 
     @classmethod
     def chain(cls, gamma: int) -> Tree:
+        """Return a chain of `gamma` tokens after the root."""
         return _chain(gamma)
 
     @classmethod

@@ -3,8 +3,6 @@
 Shape letters: X any leading shape, V vocabulary.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

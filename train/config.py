@@ -1,7 +1,5 @@
 """Settings of training runs, used by the sections of recipes (imports neither torch nor pydantic)."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
@@ -24,6 +22,7 @@ def micro_steps(global_batch: int, micro_batch: int, processes: int) -> int:
 
 
 def _limited(default: Any, **limits: float) -> Any:
+    """Return a dataclass field with the limits `ge`, `gt` and `lt`, named as in pydantic, which recipes must meet."""
     return field(default=default, metadata=limits)
 
 

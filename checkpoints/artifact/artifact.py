@@ -1,7 +1,5 @@
 """Artifacts on disk: a folder of files and `artifact.json`, written atomically and checked when read."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime

@@ -3,8 +3,6 @@
 The template escapes all texts and removes local folders.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -104,6 +102,7 @@ def data_sources(manifest: Manifest) -> list[dict[str, Any]]:
 
 
 def _target(known: Mapping[str, Any]) -> str:
+    """Return the arguments for loading the target with transformers."""
     name, revision = str(known.get("id", "the-target")), known.get("revision")
     if revision is None or not _HUB_NAME.fullmatch(name):
         return python(public(name))

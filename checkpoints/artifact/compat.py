@@ -5,8 +5,6 @@ another key, and some read the chat template from the settings only. They ignore
 positions, which are stored under another key, and use defaults.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

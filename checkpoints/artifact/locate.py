@@ -3,8 +3,6 @@
 Credentials come from huggingface_hub's own store. Files in its cache need no network.
 """
 
-from __future__ import annotations
-
 import glob
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

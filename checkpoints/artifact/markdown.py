@@ -1,7 +1,5 @@
 """Jinja templates of Markdown, with filters that escape names and texts for Markdown, Python and bash."""
 
-from __future__ import annotations
-
 import html
 import json
 import re

@@ -1,7 +1,5 @@
 """References to models and artifacts: the location of their files, and the hashes that identify them."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from concurrent.futures import ThreadPoolExecutor

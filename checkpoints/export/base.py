@@ -4,8 +4,6 @@ An export is an artifact of the same kind with `export` in its manifest, so it c
 SERVING.md is rendered from `serving/`.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
@@ -166,6 +164,7 @@ def _check_request(source: Source, chosen: Format, options: ExportOptions, forma
 
 
 def _check_out(out: Path, source: Source, chosen: Format) -> None:
+    """Raise ValueError unless `out` is new or an earlier export in the same format."""
     check_writable(out, folder=True)
     artifact = source.folder.resolve()
     if artifact in (out.resolve(), *out.resolve().parents):
@@ -184,6 +183,7 @@ def _check_out(out: Path, source: Source, chosen: Format) -> None:
 def _serving_text(
     source: Source, folder: Path, chosen: Format, options: ExportOptions, name: str, findings: list[str]
 ) -> str:
+    """Return SERVING.md of an export in `folder` that will be called `name`."""
     named = target_name(source, options)
     target, revision = (None, None) if named is None else split_revision(named)  # engines take names without a revision
     values = {"form": chosen, "folder": name, "findings": findings, "target": target, "revision": revision}
@@ -195,4 +195,5 @@ def _serving_text(
 
 
 def _escape_json(value: str) -> str:
+    """Escape a value for a JSON string within single quotes of a shell."""
     return json.dumps(value)[1:-1].replace("'", "\\u0027")

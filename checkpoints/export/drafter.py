@@ -3,8 +3,6 @@
 Letters: B sequences, T tokens, V vocabulary, R tokens of the draft vocabulary.
 """
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from functools import partial
@@ -202,6 +200,7 @@ def _write_draft_model(source: Source, folder: Path, options: ExportOptions) -> 
 
 
 def _problems(folder: Path) -> list[str]:
+    """Return why the engines would refuse the drafter."""
     config, problems = load_config(folder), []
     named = config.architectures
     architecture = named[0] if isinstance(named, list) and named else "not given"

@@ -1,7 +1,5 @@
 """Export of EAGLE-3 heads for serving engines, which read their config in different ways (`pairs/eagle.py`)."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any

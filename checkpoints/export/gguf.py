@@ -1,7 +1,5 @@
 """Export of drafters and EAGLE-3 heads as GGUF files by llama.cpp's own converter, with a round-trip check."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess
@@ -71,6 +69,7 @@ def _write(source: Source, folder: Path, options: ExportOptions) -> None:
 def _convert(
     source: Source, converter: Path, model: Path, out: Path, split_by: Path, renamed: dict[str, Any], *more: str
 ) -> None:
+    """Run the converter, which uses the tokenizer of `split_by`."""
     dtypes = stored_dtypes(model) - {"I64", "BOOL"}  # dtypes of EAGLE-3's token maps
     if len(dtypes) != 1 or not dtypes <= set(_TYPES):
         raise ValueError(f"{source.folder} has dtypes {', '.join(sorted(dtypes))}, expected {', '.join(_TYPES)}")
@@ -90,6 +89,7 @@ def _convert(
 
 
 def _prepare_model(source: Source, folder: Path) -> Path:
+    """Return a folder with the merged model under the artifact's name, which the converter stores."""
     model = folder / source.folder.resolve().name
     model.mkdir(parents=True)
     if is_adapter(source.folder) or draft_tokens_of(source) is not None:
@@ -116,6 +116,7 @@ def find_converter(checkout: Path) -> Path:
 
 
 def _splits_as_gpt2(model: Path) -> bool:
+    """Check if llama.cpp's pre-tokenizer `gpt-2` matches a model's tokenizer."""
     path = model / "tokenizer.json"
     state = read_json(path) if path.is_file() else {}
     parts = ("model", "normalizer", "pre_tokenizer")
@@ -128,6 +129,7 @@ def _splits_as_gpt2(model: Path) -> bool:
 
 
 def _known_target(source: Source, options: ExportOptions) -> str | None:
+    """Return the target if the user names one or it is a local folder."""
     named = target_name(source, options)
     return named if named is not None and (options.target or Path(named).is_dir()) else None
 

@@ -7,8 +7,6 @@ its hashes of published models. SETTINGS is a JSON object of configuration value
 transformers 5 stores under another name.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import sys

@@ -3,8 +3,6 @@
 `serving/` describes how each engine uses them. Letters: R rank, D hidden.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -30,6 +28,7 @@ def _target_name(source: Source, options: ExportOptions) -> str:
 
 
 def _load(source: Source, options: ExportOptions) -> PredictionHeads:
+    """Load the heads with all projections. Raises ValueError if engines cannot run them."""
     heads = load_heads(source.folder).propose(None)  # engines compute the logits of all tokens
     if heads.states != "after-norm":
         raise ValueError(f"{source.folder} has heads for pre-norm hidden states: train with `states: after-norm`")
@@ -42,6 +41,7 @@ def _load(source: Source, options: ExportOptions) -> PredictionHeads:
 
 
 def _tensors(heads: PredictionHeads) -> dict[str, Tensor]:
+    """Return tensors that are equivalent to the heads; low-rank projections are multiplied out."""
     tensors = {name: tensor.detach() for name, tensor in heads.state_dict().items() if ".linear." in name}
     for k in range(heads.num_heads):
         tail = heads.projection(k).detach()

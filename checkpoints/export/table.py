@@ -3,8 +3,6 @@
 llama.cpp's n-gram cache drafts only if one token has 75 % of a row's counts, so the same table is less useful there.
 """
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

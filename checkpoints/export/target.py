@@ -3,8 +3,6 @@
 Letters: V vocabulary, D hidden.
 """
 
-from __future__ import annotations
-
 import shlex
 import shutil
 from collections.abc import Collection

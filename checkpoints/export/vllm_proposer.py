@@ -5,8 +5,6 @@ This file is self-contained. An export of a table holds a copy of it and `succes
 Shape letters: V vocabulary, R requests.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -10,8 +10,6 @@ Letters: B batch (blocks), T tokens, K steps, A keys of steps after the first, D
 V vocabulary, R tokens of the draft vocabulary.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path

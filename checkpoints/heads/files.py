@@ -1,7 +1,5 @@
 """Files of prediction heads: writing for serving engines, and loading from every published layout."""
 
-from __future__ import annotations
-
 import json
 import warnings
 from collections.abc import Mapping
@@ -90,6 +88,7 @@ def load_heads(
 
 
 def _check_complete(heads: PredictionHeads, state: Mapping[str, Tensor]) -> None:
+    """Raise ValueError if tensors are missing, unexpected, of another shape or not finite."""
     vocab_size = heads.vocab_size if heads.knows_vocab_size else None
     sizes = (heads.num_heads, heads.num_layers, heads.hidden_size, vocab_size)
     with torch.device("meta"):

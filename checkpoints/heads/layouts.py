@@ -3,8 +3,6 @@
 Letters: K heads, L residual blocks of a head, V vocabulary, D hidden, R rank.
 """
 
-from __future__ import annotations
-
 import math
 import pickle
 import re
@@ -144,6 +142,7 @@ def read_heads(directory: Path, *, unpickle: bool = False, states: str | None = 
 
 
 def _find(directory: Path) -> Path | None:
+    """Return the file to read, or the index of several, if any."""
     if directory.is_file():
         raise ValueError(f"{directory} is a file: pass the folder of the heads")
     return next((directory / name for name in _ORDER if (directory / name).is_file()), None)
@@ -162,6 +161,7 @@ def _is_of_heads(name: str) -> bool:
 
 
 def _read_inside(path: Path) -> dict[str, Tensor]:
+    """Return the heads' tensors in a model's files, without their prefix."""
     tensors: dict[str, Tensor] = {}
     if path.suffix != ".json":
         tensors = _read(path, _is_of_heads)
@@ -270,6 +270,7 @@ def _names(num_heads: int, num_layers: int, kind: str) -> Iterator[str]:
 
 
 def _disagreements(config: dict[str, Any], sizes: dict[str, Any], path: Path) -> list[str]:
+    """Return one sentence for each config entry that contradicts the tensors."""
     names = {"medusa_num_heads": "num_heads", "num_medusa_heads": "num_heads", "medusa_num_layers": "num_layers"}
     names |= {key: key for key in ("hidden_size", "vocab_size", "projection", "rank")}
     return [

@@ -4,8 +4,6 @@ Letters: K heads, L residual blocks of a head, V vocabulary, D hidden, R rank, F
 X any leading shape, P tokens of the draft vocabulary.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -267,6 +265,7 @@ class PredictionHeads(nn.Module):
             self._product = self._projection_state(), product(self.projection(0))
 
     def _projection_state(self) -> Any:
+        """Return address, device and version of the target's projection."""
         weight_VD = self.projection(0)
         return weight_VD.data_ptr(), weight_VD.device, None if weight_VD.is_inference() else weight_VD._version
 

@@ -3,8 +3,6 @@
 `pairs/eagle.py` describes which layers a config means to each engine.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -83,6 +81,7 @@ def read_published(
 
 
 def _tensors(directory: Path, unpickle: bool) -> dict[str, Tensor]:
+    """Return the tensors by their names in `EagleHeads`."""
     whole, pickled = directory / WHOLE_FILES[0], directory / PICKLED_WHOLE_FILES[0]
     if whole.is_file():
         tensors = load_file(whole)
@@ -101,6 +100,7 @@ def _rename_prefix(match: re.Match[str]) -> str:
 
 
 def _check_embeddings(stored_VD: Tensor | None, embedding_VD: Tensor | None, directory: Path) -> None:
+    """Raise ValueError if published embeddings differ from the target's by more than rounding."""
     if stored_VD is None or embedding_VD is None:
         return
     if stored_VD.shape == embedding_VD.shape:

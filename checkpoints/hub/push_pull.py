@@ -4,8 +4,6 @@ The upload has a new model card (README.md), whose hash is in the uploaded `arti
 huggingface_hub's stored token.
 """
 
-from __future__ import annotations
-
 import hashlib
 import shutil
 from collections.abc import Callable
@@ -135,6 +133,7 @@ def pull(source: str, out: Path) -> tuple[Manifest, str]:
 
 
 def _find_repository(repo: str) -> Any:
+    """Return the hub's description of a repository; None if the account cannot see one."""
     with hub_errors(f"{repo} on the hub", repo):
         try:
             return HfApi().model_info(repo, timeout=_TIMEOUT)
@@ -145,6 +144,7 @@ def _find_repository(repo: str) -> Any:
 
 
 def _files_to_push(artifact: Path, card: Callable[[Manifest], str]) -> dict[str, CommitOperationAdd]:
+    """Return the artifact's files by name, with a new card and a manifest with its hash."""
     manifest = verify_artifact(artifact)
     readme = card(manifest).encode()
     entries = manifest.files | {CARD_FILE: {"sha256": hashlib.sha256(readme).hexdigest(), "bytes": len(readme)}}

@@ -1,7 +1,5 @@
 """Translation of token ids between two tokenizers through text, for target and drafter of any families."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ The engines' rules were read in their own code: `transformers/generation/utils.p
 `config/speculative.py`, SGLang's `speculative/standalone_worker.py`, llama.cpp's `common/speculative.cpp`.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
@@ -91,6 +89,7 @@ def _check_kind(target: ModelInfo, drafter: ModelInfo) -> Iterator[Finding]:
 
 
 def _check_family(target: ModelInfo, drafter: ModelInfo) -> Iterator[Finding]:
+    """Report models that engines cannot decode with, by their configurations."""
     for model, name in ((target, "target"), (drafter, "drafter")):
         effects = dict[str, Effect]()
         if fault := family_fault(model.config):
@@ -121,6 +120,7 @@ def _check_sizes(target: ModelInfo, drafter: ModelInfo) -> Iterator[Finding]:
 
 
 def _check_weights(target: ModelInfo, drafter: ModelInfo) -> Iterator[Finding]:
+    """Check each model's weights against its configuration, and an artifact's files against its manifest."""
     for model, name in ((target, "target"), (drafter, "drafter")):
         for check, problem, value, effects in _weights_of(model, name):
             yield Finding(check, problem, *((value, "") if name == "target" else ("", value)), effects)
@@ -206,6 +206,7 @@ def _check_special_ids(target: ModelInfo, drafter: ModelInfo) -> Iterator[Findin
 
 
 def _check_encoding(target: ModelInfo, drafter: ModelInfo) -> Iterator[Finding]:
+    """Report the first text that the two tokenizers encode differently, comparing the texts of tokens."""
     for text in _probes(target, drafter):
         of_target, of_drafter = _pieces(target.tokenizer, text), _pieces(drafter.tokenizer, text)
         if of_target != of_drafter:
@@ -217,6 +218,7 @@ def _check_encoding(target: ModelInfo, drafter: ModelInfo) -> Iterator[Finding]:
 
 
 def _probes(target: ModelInfo, drafter: ModelInfo) -> Iterator[str]:
+    """Yield test texts, also around the added tokens that both tokenizers have."""
     yield from _TEXTS
     known = target.vocab.keys() & drafter.vocab.keys()
     added = [token.content for model in (target, drafter) for token in _tokenizer(model).added_tokens_decoder.values()]
@@ -250,6 +252,7 @@ def _check_added_ends(target: ModelInfo, drafter: ModelInfo) -> Iterator[Finding
 
 
 def _added_ends(tokenizer: Any) -> list[str]:
+    """Return which of `bos` and `eos` a tokenizer adds to every text."""
     ids = list(tokenizer("a", verbose=False).input_ids)
     bare = list(tokenizer("a", add_special_tokens=False, verbose=False).input_ids)
     adds = {"bos": ids[:1] == [tokenizer.bos_token_id], "eos": ids[-1:] == [tokenizer.eos_token_id]}
@@ -271,6 +274,7 @@ def _check_chat_template(target: ModelInfo, drafter: ModelInfo) -> Iterator[Find
 
 
 def _check_context(target: ModelInfo, drafter: ModelInfo) -> Iterator[Finding]:
+    """Compare the numbers of positions and, for this engine, unsupported sliding windows."""
     effects = dict[str, Effect]()
     if _is_shorter(drafter.positions, target.positions):
         reason = f"texts longer than the drafter's {drafter.positions:,} positions are rejected or drafted poorly"
@@ -290,6 +294,7 @@ def _is_shorter(drafter: int | None, target: int | None) -> bool:
 
 
 def _check_draft_vocabulary(target: ModelInfo, drafter: ModelInfo) -> Iterator[Finding]:
+    """Report a draft vocabulary in an artifact that was not exported, since other engines do not read it."""
     if (drafter.folder / DRAFT_VOCABULARY).is_file() and not (drafter.manifest and drafter.manifest.export):
         reason = f"it loads {DRAFT_VOCABULARY} as weights: use `draftsmith export`"
         effects = refuse(reason, "vllm")
@@ -301,6 +306,7 @@ def _check_draft_vocabulary(target: ModelInfo, drafter: ModelInfo) -> Iterator[F
 
 
 def _check_fingerprint(target: ModelInfo, drafter: ModelInfo) -> Iterator[Finding]:
+    """Report a manifest with another tokenizer fingerprint, unless the tokens themselves differ."""
     has_other_tokens = drafter.tokenizer is not None and drafter.vocab != target.vocab
     if has_other_fingerprint(target, drafter) and not has_other_tokens:
         assert drafter.manifest is not None

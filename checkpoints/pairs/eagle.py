@@ -4,8 +4,6 @@ The engines' rules were read in their own code: vLLM 0.33's `config/speculative.
 0.5.23's `models/llama_eagle3.py`, llama.cpp's `conversion/llama.py` and `common/speculative.cpp`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -64,6 +62,7 @@ def examine_eagle(target: ModelInfo, source: str, folder: Path) -> Diagnosis:
 
 
 def _layer_settings(config: Config) -> Config:
+    """Return the settings of the layer, which the form of speculators nests."""
     settings: Config = config.get("transformer_layer_config", config)
     return settings
 

@@ -3,8 +3,6 @@
 Shape letters: V rows of a vocabulary, X any shape.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -139,6 +137,7 @@ def arrange_rows(old_VX: Tensor, rows: Sequence[int | None], used: Sequence[int]
 
 
 def _write_ids(target: ModelInfo, drafter: ModelInfo, folder: Path) -> None:
+    """Set the special ids of `config.json` and `generation_config.json` to the target's."""
     starts = ("decoder_start_token_id",) if drafter.config.is_encoder_decoder else ()
     for name, settings in (("config.json", target.config), ("generation_config.json", target.generation)):
         values = read_json(folder / name) if (folder / name).is_file() else {}

@@ -3,8 +3,6 @@
 Only configurations, tokenizers and headers of safetensors files are read; no pickles and no remote code.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -214,6 +212,7 @@ def read_model_info(source: str, load_tokenizer: Callable[[str], Any]) -> ModelI
 
 
 def _rows(config: Any, shapes: dict[str, tuple[int, ...]]) -> tuple[int | None, int | None]:
+    """Return the stored rows of the embedding and of the output layer."""
     try:
         model = meta_model(config)
     except (ValueError, ImportError):  # model unknown to this transformers, or a missing kernel

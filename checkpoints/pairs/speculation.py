@@ -1,7 +1,5 @@
 """Settings of a drafter's `generation_config.json` for assisted generation in transformers."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

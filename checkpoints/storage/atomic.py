@@ -1,7 +1,5 @@
 """Atomic writing of files and folders."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import re
@@ -76,6 +74,7 @@ def atomic_dir(out: Path) -> Iterator[Path]:
 
 @contextmanager
 def _temporary_path(path: Path) -> Iterator[Path]:
+    """Yield a temporary name next to `path`, locked during the block; what was written there is removed at the end."""
     path.parent.mkdir(parents=True, exist_ok=True)
     _clear_leftovers(path.parent)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.saving")
@@ -102,6 +101,7 @@ def _put_in_place(new: Path, out: Path) -> None:
 
 
 def _clear_leftovers(folder: Path) -> None:
+    """Remove leftovers of interrupted writers in a folder, and restore what they had renamed."""
     with suppress(OSError):
         for name in os.listdir(folder):
             if match := _UNFINISHED.fullmatch(name):
@@ -129,6 +129,7 @@ def remove(path: Path) -> None:
 
 @contextmanager
 def _lock_folder(folder: Path) -> Iterator[None]:
+    """Lock a folder, if the file system has locks; they are released when a process ends."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         with suppress(OSError):

@@ -1,7 +1,5 @@
 """Rendering of chat templates."""
 
-from __future__ import annotations
-
 import re
 import resource
 from collections.abc import Mapping, Sequence

@@ -5,8 +5,6 @@ The file holds the ids of the draft tokens (d2t); the weights are those of all t
 Letters: R tokens of the draft vocabulary, V vocabulary, X any leading shape.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -5,8 +5,6 @@ its results is corrected: byte-level BPE with an unknown pre-tokenizer (`tokeniz
 which changes ids.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -159,11 +157,13 @@ def _reuse_reader(reader: Any) -> Iterator[None]:
 
 
 def _dtype_of(reader: Any) -> str:
+    """Return the type that holds a file's matrices: bfloat16 where they are that, or quantised."""
     kinds = {tensor.tensor_type.name for tensor in reader.tensors if len(tensor.shape) > 1}
     return "float32" if kinds <= {"F64", "F32", "F16"} else "bfloat16"
 
 
 def _names_of(reader: Any, model: Any, processor: Any) -> dict[str, str]:
+    """Return the model's names of a file's tensors by the file's; empty where the model has others."""
     from transformers.modeling_gguf_pytorch_utils import get_gguf_hf_weights_map
 
     try:
@@ -177,6 +177,7 @@ def _names_of(reader: Any, model: Any, processor: Any) -> dict[str, str]:
 def _stream(
     reader: Any, model: Any, names: dict[str, str], processor: Any, path: Path, progress: Progress | None
 ) -> None:
+    """Write a file's tensors, dequantised, to a safetensors file, one at a time."""
     import torch
 
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -205,6 +206,7 @@ def _stream(
 
 
 def _dequantise(tensor: Any) -> Any:
+    """Return a tensor of a file in float32, some rows at a time: whole ones take several times their memory."""
     from gguf.quants import dequantize
 
     rows = tensor.data.reshape(-1, tensor.data.shape[-1])
@@ -216,6 +218,7 @@ def _dequantise(tensor: Any) -> Any:
 
 
 def _set_splitting(backend: Any, name: str, file: Path) -> None:
+    """Set the pre-tokenizer of a byte-level BPE by its GGUF name. Raises ValueError if it is unknown."""
     from tokenizers import pre_tokenizers
     from transformers.integrations.gguf import gguf_tokenizer_mapping
 

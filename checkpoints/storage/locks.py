@@ -1,7 +1,5 @@
 """Locks for single writers, which the system releases when the holder ends."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import socket

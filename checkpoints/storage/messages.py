@@ -1,7 +1,5 @@
 """Parts of error messages: suggestions, sizes, sanitised texts and summaries of other errors."""
 
-from __future__ import annotations
-
 import difflib
 import re
 import unicodedata

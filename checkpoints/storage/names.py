@@ -1,7 +1,5 @@
 """File names of artifacts and of published models, heads and tables."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 MANIFEST_FILE = "artifact.json"

@@ -1,7 +1,5 @@
 """Names of models: a local folder, or a repository of the hub at a revision."""
 
-from __future__ import annotations
-
 import re
 import threading
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Removal of secrets from output and files: passwords, keys and tokens, by name, form and position."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from typing import Any

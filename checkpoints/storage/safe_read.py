@@ -1,7 +1,5 @@
 """Reading, hashing and copying of untrusted files."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Statistics of a bigram table for its manifest."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

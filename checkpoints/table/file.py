@@ -3,8 +3,6 @@
 Shape letters: V vocabulary, E entries (distinct pairs), P entries of one part.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Iterable
@@ -63,6 +61,7 @@ def write_table(path: Path, vocab_size: int, parts: Iterable[Run], unigram_V: In
 
 
 def _header(vocab_size: int, entries: int, room: int) -> bytes:
+    """Return the header of a safetensors file, padded with spaces to `room` bytes."""
     described: dict[str, Any] = {"__metadata__": {"format": "pt", "vocab_size": str(vocab_size)}}
     at = 0
     sizes = {"row_ptr": ("I64", 8, vocab_size + 1), "unigram": ("I64", 8, vocab_size)}

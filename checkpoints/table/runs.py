@@ -4,8 +4,6 @@ Shape letters: V vocabulary, T tokens, D documents, C ends of documents inside t
 P one piece of T or E, R rows (left tokens) with entries.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from typing import Any
 

@@ -3,8 +3,6 @@
 Shape letters: T tokens of all texts, N positions in them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Self

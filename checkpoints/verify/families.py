@@ -1,7 +1,5 @@
 """Unsupported model families, detected by their configurations before weights are loaded."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING

@@ -45,6 +45,7 @@ def find_faults(directory: Path, kind: str | None = None) -> tuple[Manifest | No
 
 
 def _kind_faults(directory: Path, manifest: Manifest) -> list[str]:
+    """Return faults for missing required files, except for exports for other programs."""
     if manifest.export is not None and not manifest.export["native"]:
         return []
     files, form = set(manifest.files), manifest.kind
@@ -77,6 +78,7 @@ def _unreadable(directory: Path, manifest: Manifest) -> list[str]:
 
 
 def _find_non_finite(path: Path) -> list[str]:
+    """Return a fault if tensors hold NaN or infinite values."""
     floats = [name for name, (dtype, _) in check_safetensors(path).items() if dtype in _FLOATS]
     if not floats:
         return []  # tables are read without torch

@@ -3,8 +3,6 @@
 Letters: V vocabulary, D hidden.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -138,6 +136,7 @@ def with_adapter(folder: Path, load: Callable[[str], PreTrainedModel], *, merged
 
 
 def _check_rows(folder: Path, base: str, model: PreTrainedModel) -> None:
+    """Raise ValueError if an adapter holds embeddings or an output projection for another number of tokens."""
     rows, path = len(model.get_input_embeddings().weight), folder / ADAPTER_FILE
     layers = {name.removesuffix(".weight") for name in names_of_embeddings(model)[:2]}
     ends = tuple(f".{layer}{end}" for layer in layers for end in (".weight", ".lora_B.weight"))

@@ -1,7 +1,5 @@
 """Sliding windows of attention and limits of positions in a model's configuration."""
 
-from __future__ import annotations
-
 from typing import Any
 
 _SLIDING = frozenset(

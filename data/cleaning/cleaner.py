@@ -14,8 +14,6 @@ A conversation is counted under the first of these steps that drops it:
 For a row of bare text, step 3 only checks that it is not empty.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -193,6 +191,7 @@ class Cleaner:
         return unescaped
 
     def _whole_exchanges(self, messages: Messages, changes: set[str]) -> Iterator[tuple[str, str]]:
+        """Yield the messages of whole exchanges, after a system message with text."""
         questions = [text for role, text in messages if role == "user" and not _blank(text)]
         if questions and all(role in ("user", "system") for role, _ in messages):
             if not self._questions:
@@ -234,6 +233,7 @@ class Cleaner:
         return _copy_context_mark(texts[-1], "\n\n".join(texts))
 
     def _check_whole(self, identity: str, turns: list[Turn]) -> None:
+        """Drop a conversation by its contents; remember it if it is kept."""
         cleaning = self.cleaning
         answers = [turn.text for turn in turns if turn.role == "assistant"]
         if cleaning.drop_blocked and any(text.lstrip("! \n").startswith(BLOCKED_ANSWERS) for text in answers):
@@ -254,10 +254,12 @@ class Cleaner:
 
 
 def _copy_context_mark(text: str, other: str) -> str:
+    """Return another text, marked as a context if `text` is."""
     return ContextText(other) if isinstance(text, ContextText) else other
 
 
 def _without_unknown(runs: list[tuple[str | None, list[str]]]) -> list[tuple[str | None, list[str]]]:
+    """Cut runs of unknown roles, with the question before and the answer after."""
     known: list[tuple[str | None, list[str]]] = []
     after_unknown = False
     for role, texts in runs:
@@ -270,6 +272,7 @@ def _without_unknown(runs: list[tuple[str | None, list[str]]]) -> list[tuple[str
 
 
 def _without_surplus(texts: list[str], changes: set[str]) -> list[str]:
+    """Remove empty texts among adjacent messages of one role."""
     if len(texts) == 1:
         return texts
     remaining = [text for text in texts if not _blank(text)] or texts[:1]
@@ -292,6 +295,7 @@ def _key(kind: str, identity: str, turns: list[Turn]) -> int:
 
 
 def _sample(turns: list[Turn]) -> str:
+    """Return the first `LANGUAGE_CHARACTERS` characters outside of code."""
     sample = ""
     for turn in turns:
         if turn.role != "system" and len(sample) < LANGUAGE_CHARACTERS:
@@ -300,6 +304,7 @@ def _sample(turns: list[Turn]) -> str:
 
 
 def _language_identifier(languages: Iterable[str]) -> Callable[[str], str]:
+    """Return a function from a text to its ISO 639 code."""
     try:
         from py3langid.langid import MODEL_FILE, LanguageIdentifier
     except ImportError as error:

@@ -1,7 +1,5 @@
 """Conversion of HTML to Markdown and of escaped Markdown to plain Markdown, except in code."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Any
@@ -124,6 +122,7 @@ def _convert(html: str) -> str:
 
 
 def _plain_block(document: Any, block: Any) -> Any:
+    """Return a <pre> with the text of its code only, and the language in `lang`."""
     code = block.code.extract()
     named = [name.removeprefix("language-") for name in code.get("class", []) if name.startswith("language-")]
     language = named[0] if named else block.get_text().strip()
@@ -133,6 +132,7 @@ def _plain_block(document: Any, block: Any) -> Any:
 
 
 def _append(pieces: list[str], right: str) -> None:
+    """Add a piece, with at most one blank line between two elements."""
     above, below = pieces[-1].rstrip("\n"), right.lstrip("\n")
     if not above or not below:
         pieces[-1] += right

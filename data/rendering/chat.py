@@ -4,8 +4,6 @@ An answer is the part of a rendering after that of its prompt, up to the end of 
 turns, such as those that drop reasoning, give one document per answer. Letters: T tokens.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Some sentencepiece models add a space ("▁") before a text, depending on what p
 `add_prefix_space`), so every piece is encoded with what precedes it (`After`). Letters: T tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from enum import Enum
 from itertools import accumulate
@@ -128,6 +126,7 @@ class PieceEncoder:
         return [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
 
     def _sentencepiece(self) -> Callable[[list[str]], list[np.ndarray]] | None:
+        """Return an encoder by sentencepiece, which is faster; None if its ids differ from the tokenizer's."""
         file = getattr(self.tokenizer, "sentencepiece_file", None)
         if file is None or self._backend is None:
             return None
@@ -158,6 +157,7 @@ class PieceEncoder:
         return text
 
     def _is_bare(self, after: After) -> bool:
+        """Check if no space is added before the piece."""
         return after is After.TEXT or (after is After.SPECIAL and not self._adds_space_after_special)
 
     def _without_sentinel(self, ids: np.ndarray, text: str) -> np.ndarray:

@@ -1,7 +1,5 @@
 """Layout of templates as ids of a tokenizer: the constants before, between and after the messages of a conversation."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -143,6 +141,7 @@ class Layout:
         return (text[:-1], " ") if text.endswith(" ") else (text, "")
 
     def _constant(self, rest: str) -> _Lead:
+        """Return the constant between question and answer, which shares no token with the generated answer."""
         if rest in ("", " "):
             return _Lead(NO_IDS, "", After.SPACE if rest else After.TEXT)
         space = rest.endswith(" ")

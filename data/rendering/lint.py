@@ -4,8 +4,6 @@ Each supervised span is decoded and compared with its answer and end of turn, an
 question.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -117,6 +115,7 @@ class Linter:
         return self._find_exchange_fault(document, [questions[n] for n in numbers], [answers[n] for n in numbers])
 
     def _find_chat_fault(self, chat: ChatLayout, document: Rendered) -> str | None:
+        """Compare a document with `apply_chat_template`, and its spans with the answers."""
         first, last, ids = document.first, document.last, document.ids.tolist()
         if not document.question_cut and ids != chat.ids(document.conversation, first, last)[: len(ids)]:
             return TEMPLATE_DIFFERS
@@ -131,6 +130,7 @@ class Linter:
         return None
 
     def _find_exchange_fault(self, document: Rendered, questions: list[str], answers: list[str]) -> str | None:
+        """Return the fault of a document whose supervised spans should be these answers."""
         ids, spans = document.ids.tolist(), document.spans
         if len(answers) != len(spans):
             return ANSWER_DIFFERS

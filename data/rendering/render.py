@@ -4,8 +4,6 @@ Ids are built turn by turn and not searched in a re-tokenized string, so that la
 plain text: "</s>" or "<|im_end|>" in a message never becomes a special token. Letters: T tokens.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -148,6 +146,7 @@ class Renderer:
     def _documents(
         self, batch: list[Parts], encoded: Future[tuple[np.ndarray, np.ndarray]], report: RenderReport
     ) -> Iterator[Rendered]:
+        """Yield the documents of encoded conversations."""
         assert self._layout is not None
         ids, starts = encoded.result()
         bounds = starts.tolist()
@@ -163,6 +162,7 @@ class Renderer:
             yield from self._count_documents(documents, max(1, len(parts.questions)), report)
 
     def _count_documents(self, documents: list[Rendered], exchanges: int, report: RenderReport) -> list[Rendered]:
+        """Return the documents of a conversation that have supervised tokens, and count them."""
         report.exchanges += exchanges
         report.no_room += sum(not document.spans for document in documents)
         for document in documents:
@@ -188,6 +188,7 @@ class Renderer:
 
 
 def _batches(layout: Layout, conversations: Iterable[Conversation]) -> Iterator[list[Parts]]:
+    """Yield the messages of conversations in batches of `_BATCH_CHARACTERS`."""
     batch: list[Parts] = []
     characters = 0
     for conversation in conversations:

@@ -272,6 +272,7 @@ def check_calls(tokenizer: Any, template: Template, tools: str) -> None:
 
 
 def _check(template: Template, chat: _Chat) -> None:
+    """Raise ValueError if the constant texts do not reproduce three exchanges."""
     for system in (None, _SYSTEM) if template.system is not None else (None,):
         rebuilt, whole = _render_constants(template, system), chat.render(3, prompt=False, system=system)
         if rebuilt != whole:
@@ -279,6 +280,7 @@ def _check(template: Template, chat: _Chat) -> None:
 
 
 def _render_constants(template: Template, system: str | None) -> str:
+    """Return three exchanges rendered with the constant texts."""
     text = template.start if system is None or template.system is None else system.join(template.system)
     for number in range(3):
         text += template.next if number else ""
@@ -315,6 +317,7 @@ def _split_at(text: str, mark: str) -> tuple[str, str]:
 
 
 def _split_end(tail: str, tokenizer: Any) -> tuple[str, str]:
+    """Split the text that follows an answer behind its first special token."""
     candidates = [(tail.find(token), -len(token), token) for token in special_strings(tokenizer) if token in tail]
     if not candidates:
         raise ValueError(f"template 'tokenizer': the chat template ends an answer with {tail!r}, not a special token")

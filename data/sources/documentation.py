@@ -3,8 +3,6 @@
 Source files are parsed, never imported. The same package versions give the same conversations in the same order.
 """
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import importlib.util
@@ -152,6 +150,7 @@ def _visit(packages: Sequence[_Package], budget: float | None) -> Iterator[tuple
 
 
 def _find_packages(names: Sequence[str], seed: int) -> tuple[list[_Package], list[str]]:
+    """Return the standard library and the installed packages, and the names that are not installed."""
     roots = {STANDARD_LIBRARY: Path(sysconfig.get_path("stdlib"))}
     skipped: list[str] = []
     for name in dict.fromkeys(names):
@@ -175,6 +174,7 @@ def _source_files(root: Path, seed: int) -> list[Path]:
 
 
 def _file_conversations(package: _Package, path: Path) -> Iterator[tuple[str, Conversation]]:
+    """Yield (name inside the module, conversation) for each documented object of a source file."""
     try:
         source = path.read_text(encoding="utf-8")
         prose = sum(len(text) for text in re.findall(r'"""(.*?)"""', source, re.DOTALL))
@@ -199,6 +199,7 @@ def _file_conversations(package: _Package, path: Path) -> Iterator[tuple[str, Co
 
 
 def _iterate_docstrings(tree: ast.Module) -> Iterator[tuple[str, str, str]]:
+    """Yield (name, kind, docstring) of the module, its public classes, functions and methods."""
     if text := ast.get_docstring(tree, clean=False):
         yield "", "module", text
     for node in tree.body:
@@ -216,6 +217,7 @@ def _iterate_docstrings(tree: ast.Module) -> Iterator[tuple[str, str, str]]:
 
 
 def _added_docstring(call: ast.expr) -> tuple[str, str] | None:
+    """Return name and text of `add_docstr(torch.abs, "…")` or `add_newdoc("numpy", "abs", "…")`."""
     if not isinstance(call, ast.Call) or len(call.args) < 2:
         return None
     function_name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
@@ -228,6 +230,7 @@ def _added_docstring(call: ast.expr) -> tuple[str, str] | None:
 
 
 def _strings(argument: ast.expr) -> list[str]:
+    """Return the string of an argument: a constant, the template of `.format(…)` or `%`, or the last of a pair."""
     if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
         return [argument.value]
     if isinstance(argument, ast.Call) and isinstance(argument.func, ast.Attribute) and argument.func.attr == "format":
@@ -242,6 +245,7 @@ def _strings(argument: ast.expr) -> list[str]:
 
 
 def _conversation(name: str, answers: Mapping[str, str]) -> Conversation:
+    """Return the conversation that asks for each answer with one of the phrasings in `_QUESTIONS`."""
     turns: list[Turn] = []
     for kind, answer in answers.items():
         if answer and len(turns) < _MAX_TURNS:
@@ -274,6 +278,7 @@ def _parse_docstring(text: str, kind: str) -> dict[str, str] | None:
 
 
 def _split_sections(lines: list[str], is_numpy: bool) -> dict[str, list[str]]:
+    """Return the lines of the description and of each known section."""
     sections = defaultdict[str, list[str]](list)
     kind: str | None = "description"
     numbered = enumerate(lines)
@@ -296,6 +301,7 @@ def _split_sections(lines: list[str], is_numpy: bool) -> dict[str, list[str]]:
 
 
 def _prose(lines: list[str], limit: int = _MAX_PROSE) -> str:
+    """Join the lines of each paragraph; drop directives, tables, doctests and field lists."""
     paragraphs: list[str] = []
     for text in filter(None, map(_paragraph, _blocks(lines))):
         if sum(map(len, paragraphs)) + len(text) > limit:
@@ -311,6 +317,7 @@ def _prose(lines: list[str], limit: int = _MAX_PROSE) -> str:
 
 
 def _blocks(lines: list[str]) -> list[list[str]]:
+    """Split lines at blank ones; drop each `.. directive` with what is indented below it."""
     blocks: list[list[str]] = [[]]
     directive_indent: int | None = None
     for line in lines:
@@ -327,6 +334,7 @@ def _blocks(lines: list[str]) -> list[list[str]]:
 
 
 def _paragraph(block: list[str]) -> str:
+    """Join a block to a paragraph, or to a list with one item per line; "" for markup."""
     first, is_list = block[0].lstrip(), bool(_ITEM.match(block[0].lstrip()))
     is_markup = first.startswith(_MARKUP) or _FIELD.match(first) or ("%(" in first and ")s" in first)
     is_literal = not is_list and block[0].startswith("    ")
@@ -343,6 +351,7 @@ def _paragraph(block: list[str]) -> str:
 
 
 def _parameters(lines: list[str]) -> str:
+    """Return a line for each parameter: "- `name` (type): description"."""
     entries: list[tuple[str, str, list[str]]] = []
     for line in lines:
         if line[:1].strip():
@@ -366,6 +375,7 @@ def _parameters(lines: list[str]) -> str:
 
 
 def _example(lines: list[str]) -> str:
+    """Return the first doctest of a section, in complete steps."""
     example: list[str] = []
     size = 0
     for line in lines:
@@ -387,6 +397,7 @@ def _example(lines: list[str]) -> str:
 
 
 def _plain(text: str) -> str:
+    """Remove roles, links, citations and doubled backquotes."""
     for pattern, replacement in _INLINE:
         text = pattern.sub(replacement, text)
     return text
@@ -397,6 +408,7 @@ def _dedent(lines: list[str]) -> list[str]:
 
 
 def _is_prose(text: str) -> bool:
+    """Check if a text is long enough and mostly letters and spaces."""
     others = len(re.sub(r"[^\W\d_]+|[ \n]+", "", text))
     return len(text) >= _MIN_PROSE and others < 0.22 * len(text) and len(text.split()) >= 6
 
@@ -406,4 +418,5 @@ def _digest(text: str) -> bytes:
 
 
 def _unit(text: str) -> float:
+    """Return a number in [0, 1) that depends on the text only."""
     return int.from_bytes(_digest(text), "big") / 2**64

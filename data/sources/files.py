@@ -1,7 +1,5 @@
 """Rows of local files, streamed in constant memory."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import re
@@ -100,6 +98,7 @@ def _is_data(path: Path) -> bool:
 
 
 def _suffix(path: Path) -> str | None:
+    """Return the suffix of the format, without that of a compression; None for unknown formats."""
     is_packed = path.suffix.lower() == ".gz"
     suffix = (path.with_suffix("") if is_packed else path).suffix.lower()
     return suffix if suffix in SUFFIXES and not (is_packed and suffix == ".parquet") else None

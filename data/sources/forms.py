@@ -1,7 +1,5 @@
 """Forms of rows: the columns of the messages. docs/how-to/row-formats.md shows a row of each."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -58,6 +56,7 @@ def usable_columns(present: Sequence[str]) -> Sequence[str]:
 
 
 def _find_form(present: Collection[str]) -> tuple[str, str | None] | None:
+    """Return the columns of question (or messages) and answer of the first form that fits."""
     for questions, answers in _FORMS:
         question = next((name for name in questions if name in present), None)
         answer = next((name for name in answers if name in present and name != question), None)
@@ -129,6 +128,7 @@ def _no_form(row: Row) -> ValueError:
 
 
 def _messages(row: Row, question: str, answer: str | None, context: Sequence[str]) -> Iterator[tuple[Any, Any]]:
+    """Yield (role, content) pairs, without the text of a system column."""
     value = row.value[question]
     if question in (*_CHATS, "chosen"):
         yield from () if value is None else _message_list(row, question, value)
@@ -152,6 +152,7 @@ def _messages(row: Row, question: str, answer: str | None, context: Sequence[str
 
 
 def _tools(row: Row, value: Any) -> str:
+    """Return the tools as a JSON list; "" if there are none."""
     if isinstance(value, str):
         with suppress(ValueError):
             value = json.loads(value.strip() or "[]")
@@ -213,6 +214,7 @@ def _notes(messages: Any) -> tuple[str, ...]:
 
 
 def _call(call: Any) -> Any:
+    """Return a tool call as text; OpenAI's arguments are JSON in a string."""
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or "name" not in function:
         return call
@@ -223,6 +225,7 @@ def _call(call: Any) -> Any:
 
 
 def _content(content: Any) -> Any:
+    """Return the text of a list of text parts; anything else unchanged."""
     if not isinstance(content, list) or not all(isinstance(part, Mapping) for part in content):
         return content
     known = [(part.get("type"), _content(part.get("thinking", part.get("text")))) for part in content]

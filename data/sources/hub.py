@@ -1,7 +1,5 @@
 """Rows of datasets on the Hugging Face Hub, and files downloaded by their URL."""
 
-from __future__ import annotations
-
 import hashlib
 import shutil
 from collections.abc import Iterator

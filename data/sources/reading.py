@@ -3,8 +3,6 @@
 Every row that is not kept is counted under a reason, so that the counts of a report add up.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections import Counter
@@ -141,6 +139,7 @@ def _no_group(source: str, group: str, known: Collection[str]) -> ValueError:
 
 
 def _prompt(dialogue: Dialogue) -> Prompt | None:
+    """Return the prompt of a dialogue; None without a question."""
     turns: list[Turn] = []
     for written_role, content in dialogue.messages:
         role = role_of(written_role)
@@ -190,6 +189,7 @@ def _resolve(source: str, path: str | None) -> tuple[Path | None, Corpus]:
 
 
 def _suggest_name(name: str) -> str:
+    """Suggest a corpus, or an entry of the path's folder, with a name similar to a missing one."""
     path = Path(name).expanduser()
     corpora = [*CORPORA, *(corpus.hub for corpus in CORPORA.values() if corpus.hub is not None)]
     entries = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []

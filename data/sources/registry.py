@@ -100,6 +100,7 @@ def _translation(corpus: Corpus, row: Row) -> Dialogue:
 
 
 def _read_piqa(corpus: Corpus, row: Row) -> Dialogue:
+    """Read a row of PIQA; labels are −1 in its test split and missing in the authors' files."""
     label = row.value.get("label")
     right = row.value.get(f"sol{int(label) + 1}") if label in (0, 1) else None
     return _question(row, _text(row, "goal", row.value["goal"]), *([right] if isinstance(right, str) else []))
@@ -111,6 +112,7 @@ def _alpaca_eval(corpus: Corpus, row: Row) -> Dialogue:
 
 
 def _spec_bench(corpus: Corpus, row: Row) -> Dialogue:
+    """Read a row of Spec-Bench, in which the eight categories of MT-bench are one task."""
     dialogue = read_dialogue(row)
     return replace(dialogue, category="mt_bench") if dialogue.category in MT_BENCH_CATEGORIES else dialogue
 

@@ -181,6 +181,7 @@ class _Drafter:
 
 
 def _read(folder: Path, load: Callable[[Path], Part], kind: str | None = None) -> Part:
+    """Load heads or a table from a folder. File hashes are checked if it is an artifact."""
     if (folder / MANIFEST_FILE).is_file():
         return open_artifact(folder, load, kind)[1]
     return load(folder)
@@ -214,5 +215,6 @@ def _scorer(model: PreTrainedModel, what: str, states: str | None) -> LanguageMo
 
 
 def _state(model: PreTrainedModel) -> list[Any]:
+    """Return the storage, type and version of each weight, to detect changed weights."""
     versions = [0 if weight.is_inference() else weight._version for weight in model.parameters()]
     return [*versions, *((weight.data_ptr(), weight.dtype) for weight in model.parameters())]

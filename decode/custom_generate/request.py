@@ -3,8 +3,6 @@
 Shape letters: B batch, T tokens with padding.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 from collections import deque

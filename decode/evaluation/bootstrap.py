@@ -3,8 +3,6 @@
 Shape letters: P prompts, G groups, R resamples.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -13,8 +13,6 @@ mean over a window once per period. Those of the A100 and H100 sample 25 ms of e
    ends have the same lag.
 """
 
-from __future__ import annotations
-
 import importlib
 import random
 import statistics
@@ -166,6 +164,7 @@ class EnergyMeter:
         return Energy(self.source, joules, error, excess if excess >= 0 else None, watts, idle_watts, seconds, trials)
 
     def _run(self, work: Callable[[], float], seconds: float, pause: float = 0.0) -> _Window:
+        """Work for `seconds`, then until the counter changes."""
         clock, period = self._clock, self.timing.period
         begin = changed_at = clock()
         value, units, paused, pauses = self.joules(), 0.0, 0.0, 0
@@ -206,6 +205,7 @@ class RaplCounter:
         return [int((zone / "energy_uj").read_text(encoding="ascii")) for zone in self._zones]
 
     def __call__(self) -> float:
+        """Return joules since the counter was created."""
         try:
             now = self._read()
         except (OSError, ValueError) as error:
@@ -253,6 +253,7 @@ def _open_rapl() -> tuple[EnergyMeter | None, str]:
 
 
 def _open_nvml(uuids: Sequence[str]) -> tuple[EnergyMeter | None, str]:
+    """Open NVML's counter of millijoules since the driver was loaded (Volta and later)."""
     try:
         nvml: Any = importlib.import_module("pynvml")
     except ModuleNotFoundError:

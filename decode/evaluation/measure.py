@@ -89,12 +89,14 @@ class Run:
         )
 
     def by_batch(self, values: Sequence[float]) -> list[list[float]]:
+        """Group values of prompts by batch."""
         batches: dict[int, list[float]] = {}
         for group, value in zip(self.groups or range(len(values)), values, strict=True):
             batches.setdefault(group, []).append(value)
         return list(batches.values())
 
     def median_seconds(self) -> list[float]:
+        """Return the median seconds of each prompt."""
         return [statistics.median(run.seconds for run in runs) for runs in self.by_prompt]
 
     def stepping_seconds(self) -> list[float]:

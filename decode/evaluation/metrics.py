@@ -140,6 +140,7 @@ def find_impossible_value(entry: Mapping[str, Any], forwards: float = 1.0, slack
 
 
 def _numbers(value: Any, key: str = "") -> Iterator[tuple[str, float]]:
+    """Yield every number of an entry with its path, except for options and categories."""
     if isinstance(value, Mapping):
         for name, inner in value.items():
             if name not in ("options", "by_category"):

@@ -68,6 +68,7 @@ class StepProfile:
             self._marks = [("start", self._event())]
 
     def mark(self, phase: str) -> None:
+        """Record the end of a phase of the step."""
         now = time.perf_counter()
         if self._cuda:
             self._marks.append((phase, self._event()))
@@ -260,6 +261,7 @@ def count_flops(call: Callable[[], Any]) -> int:
 def _attention_products(
     query_BHME: Sequence[int], key_BHSE: Sequence[int], value_BHSE: Sequence[int], *_: Any, **__: Any
 ) -> int:
+    """Return the FLOPs of the two products of attention."""
     batch, heads, new, width = query_BHME
     return 2 * batch * heads * new * key_BHSE[2] * (width + value_BHSE[3])
 

@@ -3,8 +3,6 @@
 Shape letters: B batch (1 here), T positions, V vocabulary, D hidden.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterable, Sequence
@@ -94,6 +92,7 @@ def nearly_tied(target: LanguageModel, prompt: Sequence[int], text: Sequence[int
 
 
 def _states(target: LanguageModel, prompt: Sequence[int], output: Sequence[int]) -> Tensor:
+    """Return the hidden states [1, T, D] that the tokens of the output are predicted from."""
     start, cache = target.begin([prompt], len(output))
     ids_BT, first = torch.tensor([[*start[0], *output]], device=target.device), len(start[0])
     return target.extend(cache, ids_BT[:, :-1])[:, first - 1 :]

@@ -7,8 +7,6 @@ minus accepted tokens, which ignores tokens accepted after the end of a text.
 Shape letters: P prompts, R resamples.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -131,6 +129,7 @@ def compare_replies(replies: Mapping[str, Reply], base_replies: Mapping[str, Rep
 
 
 def _acceptance(blocks: Sequence[Block], good: Sequence[Reply]) -> dict[str, Any]:
+    """Return acceptance metrics from the server's counters or its answers, or None if neither reports them."""
     total: dict[str, float] = {}
     for block in blocks:
         for key, value in block.counters.items():
@@ -162,6 +161,7 @@ def _quantiles(values: Sequence[float]) -> dict[str, float] | None:
 
 
 def _interval(over_P: Floats, under_P: Floats) -> list[float] | None:
+    """Return the 95 % interval of the ratio of two sums over prompts."""
     ratio_R1 = resampled_ratios(over_P[:, None], under_P[:, None])
     interval = percentile_interval(None if ratio_R1 is None else ratio_R1[:, 0])
     return None if interval is None else list(interval)

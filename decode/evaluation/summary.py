@@ -1,7 +1,5 @@
 """Rows of `results.json`: metrics of each method over all prompts, by category and by prompt."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -173,6 +171,7 @@ class Summariser:
         }
 
     def _metrics(self, costs: _Entry, indices: Sequence[int]) -> dict[str, Any]:
+        """Return the metrics over all prompts, or over those of a category."""
         run, base = costs.run.select(indices), costs.base.select(indices)
         counts, greedy = total(run.tallies), costs.entry.sampling.greedy
         reference = self.runs.get(REFERENCE) if greedy else None

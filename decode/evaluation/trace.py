@@ -5,8 +5,6 @@ The engine's steps contain counts only. A wrapped verifier records the rest.
 Shape letters: B batch, N tree nodes, V vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -33,6 +31,8 @@ class TracedStep:
 
 
 class _Watched(Verifier):
+    """Verifier that records the last proposal and verdict of another one."""
+
     def __init__(self, inner: Verifier) -> None:
         self._inner = inner
         self.lossless, self.score_type = inner.lossless, inner.score_type
@@ -58,6 +58,7 @@ def trace(
 
 
 def _traced(proposal: Proposal, verdict: Verdict, num_kept: int, rejected: bool, examined: int) -> TracedStep:
+    """Return the step of the first row, of which `num_kept` new tokens were kept."""
     tokens, parents = proposal.tokens_BN[0].tolist(), proposal.tree.parents_BN[0].tolist()
     exists = [True] * len(tokens) if proposal.valid_BN is None else proposal.valid_BN[0].tolist()
     path = verdict.path_BK[0, : int(verdict.accepted_B[0])].tolist()

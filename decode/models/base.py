@@ -4,8 +4,6 @@ Shape letters: B batch, M new tokens, n tree slots up to the last new one, S cac
 auxiliary hidden states, H heads, E head width. Of trees: N nodes, L leaves, P nodes of a path.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -278,6 +276,7 @@ class TransformersModel(LanguageModel):
                 self.device = self.layer_devices[0]
 
     def _find_devices(self) -> list[torch.device]:
+        """Return the device of each layer. Offloaded layers run on the first device that holds weights."""
         first = next(weight.device for weight in self.model.parameters() if weight.device.type != "meta")
         lists = (part for part in self._decoder.modules() if isinstance(part, nn.ModuleList))
         layers = next(part for part in lists if len(part) == self.layers)

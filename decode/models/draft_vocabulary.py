@@ -6,8 +6,6 @@ arXiv 2502.14856; EAGLE-3: Li et al. 2025, arXiv 2503.01840, which calls the map
 Shape letters: R tokens of the draft vocabulary, V vocabulary.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -5,8 +5,6 @@ Source: EAGLE-3 (Li et al. 2025, arXiv 2503.01840), section 3.1.
 Shape letters: B batch, M new tokens, X = B · M, D hidden, G auxiliary hidden states of the target.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

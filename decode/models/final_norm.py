@@ -1,7 +1,5 @@
 """Hidden states before a decoder's final norm (residual stream)."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -3,8 +3,6 @@
 Shape letters: B batch, X distributions of a row, V vocabulary.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Any

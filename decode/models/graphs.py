@@ -10,8 +10,6 @@ nodes. If attention itself finds the end of a row, one graph serves all lengths.
 Shape letters: B batch, M new tokens, W columns of the bias, S cache slots, D hidden.
 """
 
-from __future__ import annotations
-
 import warnings
 import weakref
 from collections import OrderedDict
@@ -146,6 +144,7 @@ class _Shape(_Replayed):
         self.bias_BMW[:, :, root:-1] = tree.bias(start, stop)
 
     def run(self) -> Tensor:
+        """Return the hidden states [B, M, D]."""
         first_B1 = self.first_B[:, None]
         slots_BM = first_B1 + self._place_M
         column_BS = (self._column_S - slots_BM[:, -1:]).clamp(0, self.bias_BMW.shape[2] - 1)
@@ -232,6 +231,7 @@ class GraphedModel(LanguageModel):
         return cache
 
     def _slots(self, capacity: int) -> int:
+        """Return the slots of a new cache, with room for later texts if graphs serve all lengths."""
         least = round_up(capacity, self._stride)
         if not self.supports_any_length:
             return least
@@ -241,6 +241,7 @@ class GraphedModel(LanguageModel):
     def extend(
         self, cache: KVCache, tokens_BM: Tensor, tree: Tree | None = None, start: int = 0, stop: int | None = None
     ) -> Tensor:
+        """Run `LanguageModel.extend`, replayed if possible."""
         count, slab = tokens_BM.shape[1], self._slabs.get(cache)
         prompt = tree is None and not any(cache.lengths)
         above_BMD, self._above_BMD = self._above_BMD, None
@@ -281,6 +282,7 @@ class GraphedModel(LanguageModel):
     def run_captured(
         self, cache: KVCache, tree: Tree, key: Hashable, run: Callable[..., tuple[Tensor, ...]], *inputs: Tensor
     ) -> tuple[Tensor, ...]:
+        """Run `LanguageModel.run_captured` as one graph."""
         slab = self._slabs.get(cache)
         if slab is None or tree.nodes > self._max_tokens or is_in_torch_dispatch_mode():
             return run(*inputs)
@@ -298,6 +300,7 @@ class GraphedModel(LanguageModel):
                 self._inside = whole.work = None
 
     def _end(self, cache: KVCache, nodes: int) -> int:
+        """Return the number of slots that attention reads."""
         return cache.capacity if self.supports_any_length else round_up(max(cache.lengths) + nodes, self._stride)
 
     def _shape(self, slab: _Slab, count: int, width: int, end: int) -> _Shape:
@@ -305,6 +308,7 @@ class GraphedModel(LanguageModel):
         return shape
 
     def _kept(self, slab: _Slab, key: Hashable, make: Callable[[], Any]) -> Any:
+        """Return the object of a slab with this key. Create it if needed, dropping the least recently used ones."""
         if key in slab.shapes:
             slab.shapes.move_to_end(key)
         else:
@@ -335,6 +339,7 @@ class GraphedModel(LanguageModel):
 
 
 def _set_first(first_B: Tensor, cache: KVCache, start: int) -> None:
+    """Write the slot of each row's node `start`."""
     if cache.uniform:
         first_B.fill_(cache.lengths[0] + start)
     else:

@@ -107,6 +107,7 @@ class KVCache:
         return len(self.lengths) == 1 or len(set(self.lengths)) == 1
 
     def set_lengths(self, lengths: list[int]) -> None:
+        """Set the number of committed tokens of each row."""
         if lengths != self.lengths:
             self._set(list(lengths))
 

@@ -7,8 +7,6 @@ Shape letters: B batch, M new tokens, X = B · M, S cache slots, D hidden, F wid
 and O inputs and outputs of a product, R draft vocabulary, V vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -108,6 +106,7 @@ class LeanDecoder(LanguageModel):
         self._hold(model.config, embedding_VD, head, decoder, getattr(decoder, family.layers), is_int8(model))
 
     def _hold(self, config: Any, embedding: Any, head: Any, decoder: Any, layers: Iterable[Any], int8: bool) -> None:
+        """Store the weights in the layout of this forward, with the decoder's norm and `rotary_emb`."""
         self.config, self._family = config, FAMILIES[config.model_type]
         self.hidden_size = embedding.shape[1]
         self.max_positions = position_limit(config) or NO_LIMIT
@@ -163,6 +162,7 @@ class LeanDecoder(LanguageModel):
         return self._embedding_VD.dtype
 
     def _fuse(self, layer: Any) -> _Layer:
+        """Return the weights of a layer in the layout of this forward."""
         family = self._family
         attention, mlp = getattr(layer, family.attention), layer if family.mlp is None else getattr(layer, family.mlp)
         modules = [[getattr(attention, name) for name in family.qkv], [getattr(mlp, name) for name in family.up]]
@@ -201,9 +201,11 @@ class LeanDecoder(LanguageModel):
         return self._product(weight_OI, bias_O)
 
     def _norm_in(self, layer: Any, norm_D: Tensor | None) -> Tensor | None:
+        """Return the weight of the norm before a layer's attention."""
         return norm_D
 
     def _head_norms(self, attention: Any) -> Tensor | None:
+        """Return the weights of the norms of queries and keys, and ones for values."""
         if getattr(attention, "q_norm", None) is None:
             return None
         query_O, key_O = norm_weight(attention.q_norm), norm_weight(attention.k_norm)
@@ -215,9 +217,11 @@ class LeanDecoder(LanguageModel):
         return torch.cat((*sides, torch.ones_like(sides[1]))).to(self.dtype)
 
     def _scaled(self, norm_D: Tensor) -> Tensor:
+        """Return a norm's weight multiplied by √D, which `_norm` omits."""
         return norm_D.to(self.dtype) * self.hidden_size**0.5
 
     def _norm(self, x_XD: Tensor, weight_D: Tensor | None) -> Tensor:
+        """Apply a norm, if there is one. If folded, its weight, bias and √D are part of the next product instead."""
         if weight_D is None:
             return x_XD
         if self._centred and self._complex:
@@ -233,6 +237,7 @@ class LeanDecoder(LanguageModel):
         return x_XD * weight_D
 
     def _final_norm(self, x_XD: Tensor) -> Tensor:
+        """Apply the final norm completely, since no folded product follows."""
         x_XD = self._norm(x_XD, self._norm_D)
         return x_XD if self._norm_bias_D is None else x_XD + self._norm_bias_D
 
@@ -250,6 +255,7 @@ class LeanDecoder(LanguageModel):
         return super()._mask(cache, bias_BMn, start, stop, end)
 
     def _in_c(self, cache: KVCache, count: int) -> bool:
+        """Return whether so many tokens per row run through the layers in C."""
         return self._few is not None and type(cache) is KVCache and self._few.takes(len(cache.lengths), count)
 
     def _forward(
@@ -290,6 +296,7 @@ class LeanDecoder(LanguageModel):
     def _through_layers(
         self, hidden_XD: Tensor, attends: Sequence[Callable[[int, Tensor], Tensor]]
     ) -> tuple[Tensor, list[Tensor]]:
+        """Run all layers with their attention functions, and return the output and the inputs of `aux_layers`."""
         given = list[Tensor]()
         for index, (layer, attend) in enumerate(zip(self._layers, attends, strict=True)):
             if index in self.aux_layers:
@@ -310,6 +317,7 @@ class LeanDecoder(LanguageModel):
         return hidden_XD + F.rms_norm(product(x_XI), norm_D.shape, norm_D, self._eps)
 
     def _norm_heads(self, qkv_XO: Tensor, layer: _Layer) -> Tensor:
+        """Apply the norms of queries and keys."""
         if layer.norm_heads_O is None:
             return qkv_XO
         query, key = (heads * self.key_width for heads in (self.heads, self.kv_heads))
@@ -334,6 +342,7 @@ class LeanDecoder(LanguageModel):
     def _fused_attention(
         self, cache: KVCache, turns: Turns, mask_B1MS: Tensor | None, end: int
     ) -> Callable[[int, Tensor], Tensor]:
+        """Return the attention of `_attention` in GPU kernels."""
         fused = self._now
         assert isinstance(cache, IndexedCache)
         assert fused is not None
@@ -388,6 +397,7 @@ class LeanDecoder(LanguageModel):
         return attended
 
     def _first(self, embedded_XD: Tensor) -> Tensor:
+        """Return the input of the first layer from the token embeddings."""
         return embedded_XD
 
     def _read(self, product: Product, hidden_XD: Tensor, weight_D: Tensor | None) -> Tensor:
@@ -418,6 +428,7 @@ def _each(function: Callable[[Tensor], Tensor], *tensors: Tensor | None) -> Iter
 
 
 def _decoder(model: Any) -> Any:
+    """Return the module that contains the layers."""
     return getattr(model.base_model, "decoder", model.base_model)
 
 
@@ -426,18 +437,21 @@ def _width(config: Any) -> int:
 
 
 def _activation(config: Any) -> int | None:
+    """Return the activation of the MLPs, as numbered in few_rows.c, or None for others."""
     names = (getattr(config, name, None) for name in ("hidden_activation", "hidden_act", "activation_function"))
     name = next(filter(None, names), None)
     return (GATES if FAMILIES[config.model_type].gated else ACTIVATIONS).get(str(name))
 
 
 def _capped(x: Tensor, cap: float) -> Tensor:
+    """Apply the soft cap of Gemma 2, unless it is 0."""
     return cap * torch.tanh(x / cap) if cap else x
 
 
 def _capped_attention(
     query_BHME: Tensor, key_BKSE: Tensor, value_BKSE: Tensor, *, cap: float, attn_mask: Tensor | None = None
 ) -> Tensor:
+    """Compute attention with capped scores, which torch does not support."""
     group = query_BHME.shape[1] // key_BKSE.shape[1]
     key_BHSE, value_BHSE = (each.repeat_interleave(group, 1) for each in (key_BKSE, value_BKSE))
     scores_BHMS = _capped(query_BHME @ key_BHSE.mT * query_BHME.shape[-1] ** -0.5, cap)

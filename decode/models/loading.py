@@ -3,8 +3,6 @@
 Shape letters: B batch, T tokens, N tree nodes, R kept tokens, V vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from pathlib import Path
@@ -92,6 +90,7 @@ def wrap_model(
 
 
 def _graphed(wrapped: LanguageModel, model: PreTrainedModel) -> LanguageModel:
+    """Return the model with CUDA graphs if these give the same result, else unchanged."""
     if wrapped.layer_devices is not None:
         return wrapped
     graphed = GraphedModel(wrapped)

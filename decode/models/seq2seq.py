@@ -7,8 +7,6 @@ Shape letters: B batch, M new tokens, N tree nodes, S cache slots, T source toke
 H heads, E head width, X heads x head width.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -85,12 +83,14 @@ class Seq2SeqModel(LanguageModel):
 
     @torch.no_grad()
     def _bias_table(self, attention: Any) -> Tensor | None:
+        """Return the bias by distance [H, R], or None for layers that use the bias of the previous layer."""
         if not attention.has_relative_attention_bias:
             return None
         bias_1H1R = attention.compute_bias(1, self._farthest + 1, past_seen_tokens=self._farthest)
         return bias_1H1R[0, :, 0].flip(-1).to(self.dtype).contiguous()
 
     def new_cache(self, batch: int, capacity: int) -> NoReturn:
+        """Raise ValueError, since a cache needs a source."""
         raise ValueError("attention: batch supports only decoders: use attention: tree")
 
     def begin(self, prompts: Sequence[Sequence[int]], extra_slots: int) -> tuple[list[list[int]], SourceCache]:
@@ -144,6 +144,7 @@ class Seq2SeqModel(LanguageModel):
         return self._decoder.final_layer_norm(hidden_BMD)
 
     def _split(self, x_BMX: Tensor) -> Tensor:
+        """Reshape [B, M, X] to [B, H, M, E]."""
         return x_BMX.unflatten(-1, (self.kv_heads, self.key_width)).transpose(1, 2)
 
     def _attend(
@@ -161,6 +162,7 @@ class Seq2SeqModel(LanguageModel):
 
 
 def _bounded(hidden_BMD: Tensor) -> Tensor:
+    """Clamp values that overflowed in half precision, as transformers does between its layers."""
     if hidden_BMD.dtype != torch.float16:
         return hidden_BMD
     largest = torch.finfo(torch.float16).max

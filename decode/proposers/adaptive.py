@@ -5,8 +5,6 @@ The choice depends on distributions only and not on the token sampled from the l
 Shape letters: B batch, K depth, V vocabulary, D hidden.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 
@@ -48,12 +46,14 @@ class AdaptiveChain(DrafterProposer):
         return proposal
 
     def _run(self, context: Context, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """Return the result of `_grow`, from a captured graph if the model has one."""
         grow = partial(self._grow, context.sampling)
         if not self.model.is_async:
             return grow(*inputs)
         return self._draft.run_captured(self._tree, (self._threshold, context.sampling), grow, *inputs)
 
     def _grow(self, sampling: Sampling, hidden_BD: Tensor, open_B: Tensor, *chances: Tensor) -> tuple[Tensor, ...]:
+        """Return confidence by level, tokens, their validity by row and, above temperature 0, their distributions."""
         stops = not self.model.is_async
         confidences, tokens, valid, probs = list[Tensor](), list[Tensor](), list[Tensor](), list[Tensor]()
         hidden_BMD = hidden_BD[:, None]

@@ -3,8 +3,6 @@
 Shape letters: B batch, N tree nodes, M beams, V vocabulary, D hidden, X flattened.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -123,12 +121,14 @@ def best_beam(
 
 
 def _joint(logits_BMV: Tensor, scores_BM: Tensor, sampling: Sampling) -> Tensor:
+    """Return the joint log-probability of every continuation of every beam (unwarped at temperature 0)."""
     if sampling.greedy:
         return logits_BMV.float().log_softmax(-1) + scores_BM[..., None]
     return warp(logits_BMV, sampling).log() + scores_BM[..., None]
 
 
 def _pick(joint_BX: Tensor, beams: int, context: Context) -> tuple[Tensor, Tensor]:
+    """Return scores and indices of the next beams: the most likely continuations, or samples without replacement."""
     beams = min(beams, joint_BX.shape[1])
     if context.sampling.greedy:
         top = joint_BX.topk(beams, 1)

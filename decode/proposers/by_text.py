@@ -6,8 +6,6 @@ String-level matching is exact at every temperature, because the draft is determ
 Shape letters: B batch, M new tokens, K depth, D hidden.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -77,6 +75,7 @@ class TextChain(Proposer):
         return proposal
 
     def _run_drafter(self, context: Context, rows: list[list[int]]) -> list[list[int]]:
+        """Return the tokens that the drafter generates greedily after each row, once it has read the new tokens."""
         # The last token is always read. Others are skipped while they equal those in the cache.
         pairs = zip(rows, self._read, strict=True)
         shared = [min(len(row) - 1, common_prefix(row, cached)) for row, cached in pairs]

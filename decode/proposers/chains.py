@@ -3,8 +3,6 @@
 Shape letters: B batch, N tree nodes, M chains, K depth, V vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -55,6 +53,7 @@ class DraftChains(Proposer):
         return proposal
 
     def _draft(self, state: DraftState, context: Context, source: str) -> tuple[Tensor, Tensor]:
+        """Return the tokens [B, M, K] of one model's chains and their distributions (empty at temperature 0)."""
         hidden_BMD = state.read_root(context)[:, None]
         tokens, probs, count = [], [], self.num_drafts
         for level in range(self.gamma):

@@ -6,8 +6,6 @@ occupies slot j − 1, and draft tokens are read again when the target's states 
 Shape letters: B batch, M new nodes, N nodes that were run, K depth, D hidden, V vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 
@@ -59,6 +57,7 @@ class DraftState:
         self._levels = 0
 
     def _prefill_aux(self, context: Context, required: tuple[int, ...]) -> None:
+        """Run the prompts through a drafter that reads the target's hidden states."""
         if context.aux_BSG is None or context.target.aux_layers != required:
             raise ValueError(
                 f"the drafter reads the target's layers {required}, but it returns {context.target.aux_layers}: "

@@ -4,8 +4,6 @@ Shape letters: B batch, N tree nodes, M nodes of a level, C candidates, K depth,
 drafter, D hidden.
 """
 
-from __future__ import annotations
-
 import itertools
 import operator
 from collections.abc import Sequence
@@ -127,6 +125,7 @@ class DraftTree(DrafterProposer):
         return tokens_BN1, watched_BN, *more
 
     def _draw(self, probs_BMR: Tensor, chance_BMX: Tensor, width: int) -> tuple[Tensor, ...]:
+        """Sample the candidates of the nodes of a level. The result has the same parts as that of `_grow`."""
         if self.replacement or width == 1:
             token_BMC, value_BMC = draw_many(probs_BMR, chance_BMX)
             outputs = token_BMC.flatten(1), value_BMC[..., 0], probs_BMR

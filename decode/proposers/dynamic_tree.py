@@ -122,6 +122,7 @@ class DynamicTree(DrafterProposer):
         return Proposal(tree, all_BN, levels=self._levels)
 
     def _suffix_nodes(self, context: Context) -> tuple[_Nodes, np.ndarray]:
+        """Return the root with the nodes of the suffix tree, and the mask of rows that need the drafter."""
         rows, device = range(len(context.lengths)), self.model.device
         if self.suffix is None:
             return self._root, ~np.array(context.ended)
@@ -176,6 +177,7 @@ class DynamicTree(DrafterProposer):
     def _add(
         self, nodes: _Nodes, num_suffix: int, depth: int, parent_BA: Tensor, tokens_BAW: Tensor, joint_BAW: Tensor
     ) -> _Nodes:
+        """Add the candidates of a level. Those among the first `num_suffix` nodes only raise their probability."""
         tokens_BX, joint_BX = tokens_BAW.flatten(1), joint_BAW.flatten(1)
         parents_BX = parent_BA[..., None].expand_as(tokens_BAW).flatten(1)
         if num_suffix > 1:
@@ -208,9 +210,11 @@ class DynamicTree(DrafterProposer):
         return parent_BA, share_BA, under_BNA.int().argmax(2).gather(1, first_BA)
 
     def _order(self, nodes: _Nodes) -> Tensor:
+        """Return the root and the best nodes [B, N] in descending order. Parents precede equally likely children."""
         return nodes.joint_BT.sort(dim=1, descending=True, stable=True).indices[:, : 1 + self.max_nodes]
 
     def _best(self, nodes: _Nodes) -> tuple[Tensor, Tensor, Tensor]:
+        """Return tokens, parents and depths of the best nodes, whose parents are among them, [B, N] each."""
         order_BN, total = self._order(nodes), nodes.joint_BT.shape[1]
         exists_BN = nodes.joint_BT.gather(1, order_BN) > 0
         numbers_BN = torch.where(exists_BN, order_BN, total).sort(1).values

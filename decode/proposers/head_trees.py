@@ -3,8 +3,6 @@
 Shape letters: B batch, N tree nodes, C candidates, K depth or heads, V vocabulary, D hidden.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any, Literal, Protocol

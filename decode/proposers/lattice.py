@@ -4,8 +4,6 @@ Shape letters: B batch, K depth, C candidates per level, R paths kept per candid
 and all kept paths, X flattened.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 
@@ -118,6 +116,7 @@ class Lattice:
         return self._merge()
 
     def _merge(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the best paths and their prefixes as nodes, in the order of the kept paths."""
         parents_BT, used_BX = self._parents_BT, self._used_BX
         for longer_BW, shorter_BW in zip(self._line, self._line[1:], strict=False):
             torch.gather(parents_BT, 1, longer_BW, out=shorter_BW)

@@ -3,8 +3,6 @@
 Shape letters: B batch, S buffer slots, K depth, V vocabulary, X any shape.
 """
 
-from __future__ import annotations
-
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -47,6 +45,7 @@ class TableSource(NamedTuple):
     """Number added to each count after a token. 0 uses `prior` instead."""
 
     def drafts(self, table: BigramTable, device: torch.device) -> TableDrafts:
+        """Return the distributions of a table on a device."""
         return TableDrafts(table.distributions(device, *self[1:]), self.order)
 
 

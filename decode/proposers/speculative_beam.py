@@ -7,8 +7,6 @@ at temperature 0, up to rounding of forwards with more rows. All nodes that were
 Shape letters: B batch, M new nodes, D hidden, V vocabulary, W candidates of a node.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -41,6 +39,8 @@ class _Beam(NamedTuple):
 
 @dataclass
 class _Row:
+    """Search state of a row."""
+
     beams: list[_Beam]
     nodes: dict[tuple[int, int], int] = field(default_factory=dict)
     """Nodes by parent and token."""
@@ -121,6 +121,7 @@ class SpeculativeBeam(Proposer):
         return Proposal(Tree.chain(self._levels).to(device), tokens_BN, target_forwards=forwards)
 
     def _look_ahead(self, rows: list[_Row]) -> None:
+        """Run the beams that were not run yet, and the drafter's most likely continuations of all beams."""
         start, tokens = len(self._parents[0]), [list[int]() for _ in rows]
         new_nodes = [list[int]() for _ in rows]
         searched = [[] if row.ended(self._levels) else [beam for beam in row.beams if not beam.ended] for row in rows]
@@ -148,6 +149,7 @@ class SpeculativeBeam(Proposer):
             row.look_up()
 
     def _best_continuations(self, row: _Row, reached: list[tuple[np.float32, int]]) -> list[_Sequence]:
+        """Return the drafter's most likely continuations of nodes that do not end a text."""
         candidates = [
             (score + p, parent, token)
             for score, parent in reached
@@ -158,6 +160,7 @@ class SpeculativeBeam(Proposer):
         return [(score, row.nodes.get((parent, token)), parent, (token,)) for score, parent, token in best]
 
     def _run(self, rows: list[_Row], group: list[list[tuple[int, int]]], tokens: list[list[int]]) -> None:
+        """Run new nodes of one level, given by parent and token, through the drafter. Shorter rows are padded."""
         widest, start = max(map(len, group)), len(self._parents[0])
         if not widest:
             return
@@ -188,6 +191,7 @@ class SpeculativeBeam(Proposer):
         nodes: list[list[int]],
         start: int = 0,
     ) -> None:
+        """Store the most likely continuations of nodes, of which `start` is the first that was run."""
         logits_BMV = state.model.logits(hidden_BMD).float()
         source = "the target's" if state is self._target else "the drafter's"
         top = logits_BMV.log_softmax(-1).topk(min(most, logits_BMV.shape[-1]), -1)

@@ -8,8 +8,6 @@ sources, of which the most confident counts. Proposals are a deterministic funct
 Shape letters: B batch, N tree nodes, K depth or heads, C candidates of a head, S slots, M places, L lengths of a match.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -121,6 +119,7 @@ class SuffixTree(Proposer):
         return proposal_of(rows, context.root_B1, self.max_depth)
 
     def _candidates(self, hidden_BD: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the heads' candidates and their probabilities, [B, K, C] each."""
         assert self.heads is not None
         probs_BKV = self.heads(hidden_BD)[:, : self.max_depth].softmax(-1, dtype=torch.float32)
         top = probs_BKV.topk(min(self.num_candidates, probs_BKV.shape[-1]), -1)
@@ -128,6 +127,7 @@ class SuffixTree(Proposer):
         return top.indices, top.values
 
     def _guess(self, candidates: list[Any]) -> None:
+        """Store the result of `_candidates` by row and depth."""
         pairs = zip(*candidates, strict=True)
         self._guesses = [[dict(zip(*level, strict=True)) for level in zip(*row, strict=True)] for row in pairs]
 

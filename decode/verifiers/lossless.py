@@ -6,8 +6,6 @@ In formulas p is the target's and q the drafter's warped distribution, as in the
 Shape letters: B batch, N tree nodes, M nodes with children or chains, C children of a node, K depth, V vocabulary.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

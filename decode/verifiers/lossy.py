@@ -6,8 +6,6 @@ In formulas p is the target's and q the drafter's warped distribution, as in the
 Shape letters: B batch, N tree nodes, K depth, V vocabulary.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch
@@ -132,6 +130,7 @@ class AcceptAll(Verifier):
 
 
 def _deepest_path(proposal: Proposal, passes_BN: Tensor, score_BN: Tensor) -> tuple[Tensor, Verdict]:
+    """Return the deepest node whose path passes (ties by score), and a verdict without the next token."""
     tree = proposal.tree
     rows, nodes = passes_BN.shape
     passes_BN = passes_BN & (tree.parents_BN >= 0)

@@ -3,8 +3,6 @@
 Shape letters: B batch, N tree nodes, M values of ρ, C children of a node, K depth, V vocabulary, X any shape.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Measurement of drafters and heads during training, by decoding a fixed sample of held-out prompts."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -68,6 +66,7 @@ def check_measure(recipe: HeadsRecipe) -> None:
 
 
 def _tree(recipe: HeadsRecipe) -> str:
+    """Return the tree to measure with; a k-configuration is cut to the number of heads."""
     tree = recipe.measure.tree
     return tree if "," in tree else "x".join(tree.split("x")[: recipe.num_heads])
 

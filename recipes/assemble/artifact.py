@@ -1,7 +1,5 @@
 """Common parts of the training of drafters and heads: data, training loop settings, run and artifact."""
 
-from __future__ import annotations
-
 import math
 import shlex
 import shutil

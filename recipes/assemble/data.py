@@ -1,7 +1,5 @@
 """Preparation of the data section of a recipe: token blocks in a cache."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re
@@ -173,6 +171,7 @@ def _prepare(section: DataSection, tokenizer: Any, identity: dict[str, Any], fol
 def _select_heldout(
     section: DataSection, heldout: list[Conversation], reports: list[CorpusReport]
 ) -> list[Conversation]:
+    """Return the conversations to evaluate on, of `heldout_source` or of the source."""
     if section.heldout_source is not None:
         part = SourceSection(source=section.heldout_source, limit=section.heldout_limit)
         heldout = list(_read_part(section, part, report := CorpusReport()))
@@ -232,6 +231,7 @@ def refuse_none(section: DataSection, reports: Sequence[CorpusReport]) -> None:
 
 
 def _require_conversations(section: DataSection, reports: list[CorpusReport], **options: Any) -> Iterator[Conversation]:
+    """Yield `training_conversations`; raise ValueError if there are none."""
     conversation = None
     for conversation in training_conversations(section, reports, **options):
         yield conversation
@@ -245,12 +245,14 @@ def _require_conversations(section: DataSection, reports: list[CorpusReport], **
 def _read_part(
     section: DataSection, part: SourceSection, report: CorpusReport, shard: tuple[int, int] = (0, 1)
 ) -> Iterator[Conversation]:
+    """Read the clean conversations of one corpus of a section."""
     options = part.model_dump(exclude={"weight"}) | {"cleaning": Cleaning(**section.clean), "report": report}
     # only chat templates render tools and tool calls
     return read_conversations(tools=section.template == OWN, shard=shard, **options)
 
 
 def _has_few_ids(section: DataSection, part: SourceSection) -> bool:
+    """Return whether a corpus is to be divided, and has too few different ids to be divided by them."""
     is_divided = part.weight % 1 or (section.heldout_source is None and section.heldout_share)
     return bool(is_divided) and has_few_ids(_read_part(section, part, CorpusReport()))
 
@@ -261,12 +263,14 @@ def is_held_out(section: DataSection, conversation: Conversation, *, by_content:
 
 
 def _draw(conversation: Conversation, by_content: bool) -> float:
+    """Return the number in [0, 1) that decides whether a conversation is held out."""
     # ShareGPT splits long conversations into abcdefg_0, abcdefg_1 …; all parts must get the same number.
     part = None if by_content else re.fullmatch(r"([A-Za-z0-9]{7})_\d+", conversation.id)
     return hash_share(f"held out {part[1] if part else draw_key(conversation, by_content=by_content)}")
 
 
 def _with_heldout(section: DataSection) -> DataSection:
+    """Return the section, with a larger held-out share if none of several conversations would be held out."""
     least, most = 1.0, 0.0
     if section.heldout_source is not None:
         return section
@@ -311,6 +315,7 @@ def data_identity(section: DataSection, tokenizer: Any, ignored: set[str]) -> di
 
 
 def _source_identity(source: str, known: dict[str, list[Any]]) -> dict[str, Any]:
+    """Return the hashes of the files of a local source, or the name of a hub dataset."""
     path = Path(source).expanduser()
     if path.exists():
         files = data_files(path, None) if path.is_dir() else [path]
@@ -320,6 +325,7 @@ def _source_identity(source: str, known: dict[str, list[Any]]) -> dict[str, Any]
 
 
 def _sha256(path: Path, known: dict[str, list[Any]]) -> str:
+    """Return the hash of a file, cached by size, modification time and inode."""
     stat, name = path.stat(), str(path.resolve())
     cached = known.get(name)
     if cached is None or cached[:3] != [stat.st_size, stat.st_mtime_ns, stat.st_ino]:

@@ -1,7 +1,5 @@
 """Assembly of the training run of a drafter: model, teacher and measurement."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -75,6 +73,7 @@ def make_drafter_run(recipe: DrafterRecipe, tokenizer: Any, prepare: Callable[[]
 def _make_task(
     recipe: DrafterRecipe, tokenizer: Any, prepared: Prepared, model: PreTrainedModel, device: Any
 ) -> tuple[DrafterTask, str | None]:
+    """Return the task of a recipe, with its teacher and measurement, and the hash of the target if it is loaded."""
     parallel = None if recipe.parallel is None else parallel_of(recipe, model, prepared)
     taught_by_target = recipe.distils and recipe.teacher.cache is None
     measure = None
@@ -122,6 +121,7 @@ def _make_task(
 
 
 def _make_smaller(model: PreTrainedModel, section: VocabularySection, prepared: Prepared, name: str) -> None:
+    """Restrict the output layer of a model to a draft vocabulary."""
     if model.config.is_encoder_decoder:
         raise ValueError("`model.vocabulary` requires a decoder, but the model is an encoder-decoder")
     vocab = model.get_output_embeddings().weight.shape[0]

@@ -1,7 +1,5 @@
 """Loading of the target, drafters, heads, table and prompts of an evaluation recipe."""
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import json
@@ -111,6 +109,7 @@ def open_recipe(recipe: EvaluateRecipe) -> LoadedPair:
 
 
 def _layers_read(drafters: Iterable[str]) -> tuple[int, ...]:
+    """Return the target's layers that drafters read; raise ValueError if they read different ones."""
     folders = [Path(locate_part(source, "drafter")) for source in drafters]
     read = {tuple(eagle_layers(folder)) for folder in folders if is_eagle(folder)}
     if len(read) > 1:
@@ -121,6 +120,7 @@ def _layers_read(drafters: Iterable[str]) -> tuple[int, ...]:
 def _open_part(
     source: str, kind: str, load: Callable[[Path], Any], location: str | None = None
 ) -> tuple[ModelRef, tuple[Any, Any]]:
+    """Load a part and its manifest, which is None for a drafter that is not an artifact."""
     location = location or locate_part(source, kind)
     is_artifact = kind != "drafter" or (Path(location) / MANIFEST_FILE).is_file()
     ref = resolve_model(source, location)
@@ -168,6 +168,7 @@ def _open_drafter(
 def _translation(
     recipe: EvaluateRecipe, source: str, manifest: Manifest | None, tokenizer: Any
 ) -> TextTranslation | None:
+    """Return a translation by text if the tokenizers differ and `speculative` is the only method that drafts."""
     drafting = {row.method for row in recipe.methods if "drafter" in method_config(row.method, row.options).needs}
     known = manifest is not None and manifest.tokenizer_fingerprint == tokenizer_fingerprint(tokenizer)
     if known or drafting != {"speculative"}:

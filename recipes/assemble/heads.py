@@ -3,8 +3,6 @@
 Letters: V vocabulary, D hidden, X positions.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -36,6 +34,7 @@ BASE = "base"
 
 
 def _check_launch(recipe: HeadsRecipe, task: HeadsTask, accelerator: Any) -> None:
+    """Raise ValueError if DeepSpeed would cast a target that is trained too to another dtype."""
     precision = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(recipe.train.precision)
     if recipe.base is not None and zero_stage(accelerator) and precision not in (None, task.target.dtype):
         name, cast = (str(dtype).removeprefix("torch.") for dtype in (task.target.dtype, precision))
@@ -82,6 +81,7 @@ def make_heads_run(recipe: HeadsRecipe, tokenizer: Any, prepare: Callable[[], Pr
 
 
 def _make_task(recipe: HeadsRecipe, tokenizer: Any, prepared: Prepared, target: Any, heads: Any) -> HeadsTask:
+    """Return the task of a recipe with its measurement."""
     states = None if recipe.hidden.cache is None else open_hidden(recipe, prepared)
     common: dict[str, Any] = {
         "head_weights": [recipe.weight_decay_by_head**head for head in range(recipe.num_heads)],
@@ -113,6 +113,7 @@ def _make_task(recipe: HeadsRecipe, tokenizer: Any, prepared: Prepared, target: 
 
 
 def _drop_layers(target: Any) -> None:
+    """Drop the layers of a decoder, which take most of its memory."""
     decoder = target.get_decoder()
     for name, layers in [*decoder.named_children()]:
         if isinstance(layers, nn.ModuleList):
@@ -120,6 +121,7 @@ def _drop_layers(target: Any) -> None:
 
 
 def _new_heads(recipe: HeadsRecipe, target: Any, prepared: Prepared) -> PredictionHeads | EagleHeads:
+    """Return heads initialised from the target, in float32, since 16 bits would lose small updates."""
     weight_VD = target.get_output_embeddings().weight.detach()
     if recipe.architecture == "eagle3":
         proposed = None

@@ -3,8 +3,6 @@
 Letters: V vocabulary, D hidden.
 """
 
-from __future__ import annotations
-
 import copy
 import re
 from collections.abc import Mapping
@@ -190,6 +188,7 @@ def _depth_keys(config: Any) -> list[str]:
 
 
 def _layer_lists(model: nn.Module, counts: set[int]) -> list[str]:
+    """Return the names of the lists of layers, except for lists inside layers (experts)."""
     lists: list[str] = []
     for name, part in model.named_modules():
         inside = any(name.startswith(f"{other}.") for other in lists)
@@ -199,6 +198,7 @@ def _layer_lists(model: nn.Module, counts: set[int]) -> list[str]:
 
 
 def _old_name(name: str, pattern: re.Pattern[str], layers: list[int], old: Mapping[str, Tensor]) -> str:
+    """Return the name in the full model of a weight of the cut model."""
     match = pattern.match(name)
     if match is None:
         return name

@@ -1,7 +1,5 @@
 """Caches of a target's outputs: the most likely tokens for distilling a drafter, or hidden states for heads."""
 
-from __future__ import annotations
-
 import shutil
 import signal
 from collections.abc import Sequence
@@ -91,6 +89,7 @@ def prepare_teacher(recipe: TrainingRecipe, accelerator: Any | None = None) -> P
 
 
 def _check(recipe: TrainingRecipe) -> DrafterRecipe | HeadsRecipe:
+    """Return a recipe of a drafter or heads; raise ValueError if it has no target or cache."""
     if isinstance(recipe, TableRecipe):
         raise ValueError("--teacher requires a recipe of kind 'drafter' or 'heads', got 'table'")
     setting = "teacher.cache" if isinstance(recipe, DrafterRecipe) else "hidden.cache"
@@ -154,6 +153,7 @@ def _write(recipe: DrafterRecipe | HeadsRecipe, parts: Sequence[_Part], state: A
 
 
 def _write_share(writers: Sequence[CacheWriter], make_rows: MakeRows, batch: int, state: Any) -> None:
+    """Write this process's share of the files; raise Interrupted if a signal arrived."""
     missing = [(writer, shard) for writer in writers for shard in writer.missing_shards()]
     missing = [each for each in missing if each[1].number % state.num_processes == state.process_index]
     total, done = sum(shard.rows for _, shard in missing), 0
@@ -174,6 +174,7 @@ def _write_share(writers: Sequence[CacheWriter], make_rows: MakeRows, batch: int
 
 
 def _check_disk(part: _Part, writers: Sequence[CacheWriter]) -> None:
+    """Log the size of the cache; raise ValueError if the disk is too small for it."""
     needed = sum(writer.missing_bytes() for writer in writers)
     size, rows = sum(writer.rows * writer.row_bytes for writer in writers), sum(writer.rows for writer in writers)
     folder = part.folder.parent

@@ -1,7 +1,5 @@
 """Python API: the functions that `import draftsmith` offers. They raise ValueError for mistakes of the caller."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path

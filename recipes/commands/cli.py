@@ -1,7 +1,5 @@
 """Command line of `draftsmith`, `python -m draftsmith` and `accelerate launch -m draftsmith`."""
 
-from __future__ import annotations
-
 import errno
 import os
 import re
@@ -155,6 +153,7 @@ def prepare(
 
 
 def _list_corpora() -> None:
+    """Print the registered corpora with hub id, use and licence."""
     from ...data.sources.registry import CORPORA
 
     table = Table(Column("name", no_wrap=True), "hub id", "for", "licence", "note", box=None)

@@ -64,6 +64,7 @@ class Evaluation:
 
 
 def _takes_evaluation(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the fields of `Evaluation` as parameters in place of its first one."""
     common = inspect.signature(Evaluation, eval_str=True).parameters
     own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
 

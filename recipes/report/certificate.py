@@ -71,6 +71,7 @@ def certificates_table(
 
 
 def _merge(group: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Merge the checks of one method on the small pair, keeping the worst verdict and the lowest power."""
     worst = max(group, key=lambda one: VERDICTS.index(one["verdict"]))
     sums = {key: sum(one[key] for one in group) for key in ("tokens", "faults", "near_ties")}
     merged = {"label": worst["label"], "verdict": worst["verdict"], "sampling": {"temperature": None}, "bias": {}}

@@ -1,7 +1,5 @@
 """Scatter charts for the page as inline SVG, readable in black and white."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from .tables import Numbered, render
@@ -31,6 +29,7 @@ def method_charts(groups: Mapping[float, Sequence[Numbered]]) -> list[str]:
 
 
 def _scatter(rows: Sequence[Numbered], metric: str, title: str, x_title: str, caption: str) -> str:
+    """Draw the speedup of numbered rows against a metric; return an empty string if no row has both."""
     known = [(n, row) for n, row in rows if row.get(metric) is not None and row.get("speedup") is not None]
     if not known:
         return ""

@@ -1,7 +1,5 @@
 """Comparison of two or more results with the first."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -60,6 +58,7 @@ def compare(names: Sequence[str], results: Sequence[Results]) -> Comparison:
 
 
 def _differences(first: str, name: str, one: Results, other: Results) -> list[str]:
+    """Return notes on the machine, settings, prompts and versions in which two results differ."""
     sides = (one, other)
     about = ("device", "name", "cores", "threads")
     facts: dict[str, list[Any]] = {

@@ -1,7 +1,5 @@
 """Report of a forge: the winners, the decision log and the measurements."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -37,6 +35,7 @@ def write_forge_page(results: Mapping[str, Any], out: Path) -> Path:
 
 
 def _verdict(certificate: Mapping[str, str]) -> str | None:
+    """Return the worst verdict of a certificate, without the baseline's."""
     verdicts = [verdict for label, verdict in certificate.items() if not label.startswith("autoregressive")]
     return max(verdicts, key=VERDICTS.index, default=None)
 

@@ -1,7 +1,5 @@
 """`report.html`: results of evaluations and benchmarks as one self-contained page."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -72,6 +70,7 @@ def write_report(
 
 
 def _certificate(results: Path, recipe: Mapping[str, Any]) -> str:
+    """Return the section of the certificate next to the results, or an alert if it cannot be read."""
     path = derive_path(results, KIND)
     if not path.is_file():
         return ""
@@ -107,6 +106,7 @@ def short_names(paths: Sequence[Path]) -> list[str]:
 
 
 def _context(results: Results) -> dict[str, Any]:
+    """Return the values for the template of an evaluation."""
     rows, machine, is_bench = results["methods"], results["machine"], results["kind"] == BENCH
     temperatures = dict.fromkeys(float(row["temperature"]) for row in rows)
     groups = {each: [(n, row) for n, row in enumerate(rows, 1) if row["temperature"] == each] for each in temperatures}

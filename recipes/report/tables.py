@@ -134,6 +134,7 @@ def _metric(heading: str, key: str, digits: int = 2, unit: str = "", scale: floa
 
 
 def _lossless(row: Row) -> Cell:
+    """Return whether a method is lossless, and on how many prompts it wrote the greedy text."""
     same, ties = row.get("identical_to_greedy"), row.get("near_ties")
     identical = f" {same[0]}/{same[1]}" if same and row.get("lossless") else ""
     note = f"{ties} near-tie{'s' * (ties > 1)}" if ties else ""
@@ -141,6 +142,7 @@ def _lossless(row: Row) -> Cell:
 
 
 def _share_cell(pair: Any) -> Cell:
+    """Return a cell such as `3/4`, or a dash."""
     return Cell(f"{pair[0]}/{pair[1]}" if pair else DASH)
 
 

@@ -1,7 +1,5 @@
 """Readable messages for the validation errors of pydantic."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from difflib import get_close_matches
@@ -44,6 +42,7 @@ def describe(model: type[BaseModel], fault: Any, under: str = "") -> str:
 
 
 def _keys(model: type[BaseModel], under: str) -> Iterator[str]:
+    """Yield the dotted paths of the keys of a section and its subsections."""
     for name, item in model.model_fields.items():
         path = f"{under}.{name}" if under else name
         yield path

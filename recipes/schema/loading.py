@@ -1,7 +1,5 @@
 """Loading of recipes: from a file and `key=value` overrides to a checked recipe."""
 
-from __future__ import annotations
-
 import re
 import typing
 from collections.abc import Hashable, Mapping, Sequence
@@ -229,6 +227,7 @@ def parse_recipe(
 
 
 def _set(values: dict[str, Any], path: str, value: Any) -> None:
+    """Set the value at a dotted path, creating missing sections."""
     node: Any = values
     *parents, last = path.split(".")
     for depth, key in enumerate(parents, 1):

@@ -12,6 +12,7 @@ from .data import DataSection, Section
 
 
 def _section(settings: type, *excluded: str) -> Any:
+    """Return a section with the fields, defaults and limits of a dataclass of `train.config`."""
     hints = get_type_hints(settings)
     known: dict[str, Any] = {}
     for item in fields(settings):

@@ -1,7 +1,5 @@
 """Support for commands in several launched processes: who may run, who reports, and how processes end."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import shlex

@@ -1,7 +1,5 @@
 """`draftsmith doctor`: properties of this machine, missing parts, and how to install them."""
 
-from __future__ import annotations
-
 import os
 import platform
 from contextlib import nullcontext, suppress
@@ -50,6 +48,7 @@ def findings() -> list[Finding]:
 
 
 def _load() -> Finding:
+    """Return how busy the processor was in the last minute, which slows threads that wait for each other."""
     load, cores = os.getloadavg()[0], os.cpu_count() or 1
     advice = "other processes slow down every step: wait for them, or set OMP_NUM_THREADS=1" if load > cores / 2 else ""
     return Finding("load (last minute)", f"{load:.1f} of {cores} cores", advice)
@@ -64,6 +63,7 @@ def has_bfloat16(on_cpu: bool = False) -> bool:
 
 
 def _packages() -> dict[str, str]:
+    """Return required and optional packages with their extras; empty if draftsmith is not installed."""
     versions: dict[str, str] = {}
     with suppress(PackageNotFoundError):
         extras = [extra for extra in metadata("draftsmith").get_all("Provides-Extra") or () if extra != "test"]
@@ -83,6 +83,7 @@ def version_of(name: str) -> str | None:
 
 
 def _formats(device: str) -> str:
+    """Return the floating-point types in which a small product works on a device."""
     works = []
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         with suppress(RuntimeError):

@@ -1,7 +1,5 @@
 """Choice of the data type for training on this machine."""
 
-from __future__ import annotations
-
 import time
 from functools import cache
 from typing import Any, TypeVar
@@ -56,6 +54,7 @@ def settle_precision(recipe: _Recipe) -> _Recipe:
 
 
 def _report_emulation(recipe: DrafterRecipe | HeadsRecipe, dtype: str) -> None:
+    """Log the slowdown of a recipe's data type on a machine that only emulates bfloat16."""
     precision = recipe.train.precision
     if not is_first() or (precision in ("no", "fp16") and dtype != "bfloat16"):
         return

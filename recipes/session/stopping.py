@@ -1,7 +1,5 @@
 """Interruption of commands by signals between two steps of their work."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Self

@@ -1,7 +1,5 @@
 """Output of the commands: results on standard output, log lines and progress on standard error."""
 
-from __future__ import annotations
-
 import json
 import sys
 import time

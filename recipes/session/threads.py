@@ -1,7 +1,5 @@
 """Number of OpenMP threads, chosen by the cores that are idle before torch is loaded."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time

@@ -1,7 +1,5 @@
 """Command line as the user typed it, recorded in manifests without secrets."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import sys

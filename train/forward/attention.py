@@ -4,8 +4,6 @@ It is registered with transformers under `NAME`; without `spans` it is SDPA. Let
 D head size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from typing import Any

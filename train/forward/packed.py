@@ -126,6 +126,7 @@ class PackedForward(BaseForward):
         return getattr(self.config, "_attn_implementation", None) or "eager"
 
     def _clamp_positions(self, positions_BT: Tensor, documents_BT: Tensor) -> Tensor:
+        """Clamp positions of padding to the position embeddings. Raises ValueError if a document is too long."""
         if self._positions is None or positions_BT.shape[1] <= self._positions:
             return positions_BT
         longest = int(positions_BT[documents_BT != PADDING].amax()) + 1
@@ -168,6 +169,7 @@ class PackedForward(BaseForward):
         return {"attention_mask": self._convert_mask(batch.attention_mask_B1TT()), "position_ids": positions_BT}
 
     def _convert_mask(self, mask_B1TT: Tensor) -> Tensor:
+        """Convert a boolean mask to the form that the model's attention takes."""
         if self._kernel in ("sdpa", NAME):
             return mask_B1TT
         added_B1TT = torch.zeros(mask_B1TT.shape, dtype=self.model.dtype, device=mask_B1TT.device)
@@ -217,6 +219,7 @@ def _can_attend_by_document(model: Any) -> bool:
 
 
 def _separates_documents(forward: PackedForward) -> bool:
+    """Check that the second document of a block has the same states as without the first."""
     model = forward.model
     device = next(model.parameters()).device
     tokens_BT = torch.tensor([[1, 2, 3, 2, 1, 3, 2]], device=device) % model.get_input_embeddings().weight.shape[0]
@@ -254,6 +257,7 @@ def has_plain_head(model: Any) -> bool:
 
 @contextmanager
 def _evaluating(model: Any) -> Iterator[None]:
+    """Evaluate without gradients within the context; on a CPU, masked attention replaces flash kernels."""
     was_training = model.training
     model.eval()
     on_cpu = next(model.parameters()).device.type == "cpu"
@@ -265,5 +269,6 @@ def _evaluating(model: Any) -> Iterator[None]:
 
 
 def _decoder(model: Any) -> Any:
+    """Return the submodule of a causal LM that outputs the last hidden state."""
     decoder = model.base_model
     return decoder if decoder is not model else getattr(model, "model", None) or model.get_decoder()

@@ -4,8 +4,6 @@ Letters: B batch (blocks), T tokens of a block, P answers (runs of supervised to
 decoder, S source tokens of a row, M decoder tokens of a row, D hidden, V vocabulary, X answer tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -140,6 +138,7 @@ def find_answers(labels_BT: np.ndarray, documents_BT: np.ndarray) -> np.ndarray:
 
 
 def _fill_rows(sizes_PK: np.ndarray, room_K: Sequence[int]) -> list[list[int]]:
+    """Return items by row: first-fit in descending order, by all K sizes."""
     free = np.empty((0, len(room_K)), dtype=np.int64)
     rows: list[list[int]] = []
     for item in np.lexsort(sizes_PK.T[::-1])[::-1].tolist():
@@ -171,5 +170,6 @@ def _positions(rows: Sequence[Sequence[int]], begins: np.ndarray, lengths: np.nd
 
 
 def _additive(visible_RMS: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return an additive mask [R, 1, M, S] of 0 and the lowest number."""
     mask_RMS = torch.zeros(visible_RMS.shape, dtype=dtype, device=visible_RMS.device)
     return mask_RMS.masked_fill_(~visible_RMS, torch.finfo(dtype).min)[:, None]

@@ -5,8 +5,6 @@ of processes and any kind of parallelism can resume from it. It is written under
 `checkpoint.json` lists its files with size and SHA-256.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil
@@ -104,6 +102,8 @@ class StateFolder:
             load_model(self._module, file)
 
     def has(self, step: int) -> bool:
+        """Check if there is a complete checkpoint of that step."""
+
         def look() -> bool:
             try:
                 return bool(_position_of(self._path(step)))
@@ -139,16 +139,19 @@ class StateFolder:
                 out.write(json.dumps(line) + "\n")
 
     def log_evaluation(self, step: int, metrics: Mapping[str, float], tokens: int) -> None:
+        """Log the metrics measured after `step` steps and `tokens` tokens."""
         self.evaluations[step] = dict(metrics)
         self.log({"step": step, "tokens": tokens, "evaluation": dict(metrics)})
 
     def losses(self) -> list[float]:
+        """Return the logged losses in the order of the steps."""
         return [line["loss"] for line in _read_lines(self.history) if "loss" in line]
 
     def _path(self, step: int) -> Path:
         return self._checkpoints / f"step-{step:06d}"
 
     def _newest(self, settings: Mapping[str, Any]) -> Position | None:
+        """Return the newest complete checkpoint of this run. Raises ValueError if the run has other settings."""
         self._run = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
         for folder in reversed(self._folders().values()):
             try:
@@ -163,6 +166,7 @@ class StateFolder:
         return None
 
     def _check(self, settings: Mapping[str, Any]) -> None:
+        """Raise ValueError if the run in the folder has other settings."""
         path = self.folder / "fit.json"
         before = load_json(path)
         now = json.loads(json.dumps(settings))
@@ -177,6 +181,7 @@ class StateFolder:
             )
 
     def _gather(self) -> tuple[Mapping[str, Tensor] | None, dict[str, Any] | None]:
+        """Return weights and optimizer state. Sharded tensors are gathered in the main process only."""
         if zero_stage(self._accelerator):
             weights = gather_state(self._accelerator, self._module)
             return weights, gather_optimizer(self._accelerator, self._groups)
@@ -217,6 +222,7 @@ class StateFolder:
                 remove(folder)
 
     def _folders(self) -> dict[int, Path]:
+        """Return the checkpoint folders by step, in ascending order."""
         folders = {int(path.name[5:]): path for path in self._checkpoints.glob("step-*") if path.name[5:].isdigit()}
         return dict(sorted(folders.items()))
 
@@ -228,6 +234,7 @@ def data_fingerprint(data: Any) -> str:
 
 
 def _without_ties(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors without those that share memory with an earlier one."""
     first_names: dict[tuple[Any, ...], str] = {}
     for name, tensor in state.items():
         key = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
@@ -255,5 +262,6 @@ def _position_of(folder: Path) -> tuple[Position, str]:
 
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the lines of a log, without a last line that a crash cut short."""
     texts = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
     return [json.loads(text) for text in texts]

@@ -113,6 +113,7 @@ class _Run:
         return position
 
     def release(self) -> None:
+        """Reset the accelerator and remove the wrappers of the module."""
         for tracker in self.accelerator.trackers:
             tracker.finish()  # accelerate's `end_training` would also end the process group
         self.accelerator.unwrap_model(self.module, keep_fp32_wrapper=False)
@@ -187,6 +188,7 @@ class _Run:
         self.state.save(position, pinned=None if self.best is None else self.best[1])
 
     def _step(self, step: int, stop: StopSignals, report: Report) -> dict[str, Any]:
+        """Run one optimizer step over one global batch and return its log line."""
         config = self.config
         batch, counts, tokens = self._read_batch(step)
         rate = config.learning_rate * self.rates(step)
@@ -268,6 +270,7 @@ class _Run:
         )
 
     def _evaluate(self, position: Position, report: Report) -> None:
+        """Evaluate in the main process, unless the log already has this evaluation."""
         step = position.step
         if step in self.state.evaluations:
             return
@@ -288,6 +291,7 @@ class _Run:
             self._save(position)
 
     def _is_best(self, step: int, metrics: dict[str, float]) -> bool:
+        """Check if these metrics are at least as good as all earlier ones, and record them if so."""
         value = metrics.get(self.config.keep_best or "", math.nan)
         if not math.isfinite(value) or (self.best is not None and value < self.best[0]):
             return False
@@ -302,6 +306,7 @@ class _Run:
         raise Interrupted(number, message)
 
     def _keep_best(self, position: Position, report: Report) -> int:
+        """Load the best weights if they are not the last, and return their step."""
         if self.best is None or self.best[1] == position.step:
             return position.step
         if self.best[1] == 0:
@@ -340,6 +345,7 @@ class _Run:
 
 
 def _format_blocks(blocks: list[int]) -> str:
+    """Format block numbers, shortening long lists."""
     more = f" and {len(blocks) - _SHOWN_BLOCKS} more" if len(blocks) > _SHOWN_BLOCKS else ""
     return f"{blocks[:_SHOWN_BLOCKS]}{more}"
 
@@ -349,6 +355,7 @@ def _is_due(step: int, every: int) -> bool:
 
 
 def _rows(micro: int, rank: int, world: int, micro_batch: int) -> np.ndarray:
+    """Return the rows of the global batch that one process handles in one micro step."""
     first = (micro * world + rank) * micro_batch
     return np.arange(first, first + micro_batch)
 

@@ -1,7 +1,5 @@
 """Progress lines of a training run."""
 
-from __future__ import annotations
-
 import resource
 import sys
 import time
@@ -35,6 +33,7 @@ class Report:
             self.line(f"{self._name}: step {step} of {self._steps} · {now} · {left:.0f} s left")
 
     def evaluation(self, step: int, metrics: dict[str, float]) -> None:
+        """Print the metrics measured after `step` steps."""
         if metrics:
             values = " · ".join(f"{name} {value:.4g}" for name, value in metrics.items())
             self.line(f"{self._name}: evaluation after step {step}: {values}")

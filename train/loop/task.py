@@ -3,8 +3,6 @@
 Letters: B batch (blocks), T tokens.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

@@ -11,8 +11,6 @@ Hsu et al. 2024, Liger Kernel, arXiv 2410.10989). The backward pass needs neithe
 may be gathered during the forward pass only (DeepSpeed ZeRO-3).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -284,6 +282,7 @@ class Plan:
         return torch.stack(sums).sum()
 
     def _score(self, logits_RV: Tensor, targets: Targets | None, labels_R: Tensor) -> tuple[Tensor, Tensor]:
+        """Return weighted losses of a block's rows [R], and the gradient of their sum with respect to the logits."""
         parts = []
         if self._label_weight:
             parts.append(_scale(*cross_entropy_chunk(logits_RV, labels_R), self._label_weight))
@@ -309,6 +308,7 @@ def _scale(loss_R: Tensor, grad_RF: Tensor, weight: float) -> tuple[Tensor, Tens
 
 
 def _sum(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Add up losses and gradients; the first gradient is overwritten."""
     (loss_R, grad_RF), *rest = parts
     for other_R, other_RF in rest:
         loss_R, grad_RF = loss_R + other_R, grad_RF.add_(other_RF)

@@ -3,8 +3,6 @@
 Letters: as in `chunks`; B batch, T tokens, K heads (of `heads_mixture` and `head_labels`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 

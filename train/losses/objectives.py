@@ -8,8 +8,6 @@ A divergence takes log q (finite) and log p (may be −∞). It returns the loss
 gradient of their sum with respect to z.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -108,6 +106,7 @@ def lk_lambda_chunk(log_drafter_CV: Tensor, log_teacher_CV: Tensor) -> tuple[Ten
 
 
 def _without_infinity(log_teacher_CV: Tensor) -> Tensor:
+    """Return a copy without −∞, in which 0 · log 0 is 0."""
     return log_teacher_CV.clamp(min=torch.finfo(log_teacher_CV.dtype).min)
 
 

@@ -1,7 +1,5 @@
 """Setup of accelerate for one or several processes and DeepSpeed ZeRO (Rajbhandari et al. 2020, arXiv 1910.02054)."""
 
-from __future__ import annotations
-
 import math
 import os
 import warnings

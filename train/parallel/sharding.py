@@ -1,7 +1,5 @@
 """Gathering and scattering of weights and AdamW state that DeepSpeed has sharded, for checkpoints."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -153,6 +151,7 @@ def scatter_optimizer(accelerator: Any, groups: Sequence[Mapping[str, Any]], sav
 
 
 def _link_moments(engine: Any) -> None:
+    """Link parameters to their moments, which ZeRO 1 and 2 otherwise do at the first step."""
     if engine.zero_optimization_stage() < 3:
         engine.optimizer._hp_optimizer_states_linked = False
         engine.optimizer._lazy_init_hp_params_optimizer_state()
@@ -166,4 +165,5 @@ def _partitions(engine: Any) -> list[Tensor]:
 
 
 def _numbered(groups: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, Any]]:
+    """Yield all parameters with their numbers in torch's `state_dict`."""
     yield from enumerate(parameter for group in groups for parameter in group["params"])

@@ -3,8 +3,6 @@
 Shape letters: V vocabulary, T tokens, D documents, C ends of documents, E entries (distinct pairs), P pairs.
 """
 
-from __future__ import annotations
-
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
@@ -105,6 +103,7 @@ class PairCounter(AbstractContextManager["PairCounter"]):
             worker.spilled = []
 
     def close(self) -> None:
+        """Stop the background threads without spilling. Spilled counts are kept."""
         for worker in self._workers:
             worker.close()
         self._lock.close()
@@ -113,6 +112,7 @@ class PairCounter(AbstractContextManager["PairCounter"]):
         self.close()
 
     def _fill(self, tokens_T: NDArray[Any], ends_C: Ints) -> None:
+        """Write the keys of pairs into the buffer, and send full buffers to the threads."""
         start, pairs = 0, len(tokens_T) - 1
         while start < pairs:
             end = min(start + len(self._keys_T) - self._num_buffered, pairs)
@@ -127,6 +127,7 @@ class PairCounter(AbstractContextManager["PairCounter"]):
                 self._send()
 
     def _send(self) -> None:
+        """Pass the buffer to a worker, and continue with the one that it returns."""
         worker = next((worker for worker in self._workers if worker.idle), self._workers[0])
         self._keys_T = worker.count(self._keys_T, self._num_buffered, self._cross_document)
         self._num_buffered = self._cross_document = 0
@@ -162,6 +163,7 @@ class _Worker:
         return free_T
 
     def spill(self) -> None:
+        """Write the held runs in the background."""
         self.finish()
         if self._runs:
             self._task = self._thread.submit(self._spill)

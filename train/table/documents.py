@@ -3,8 +3,6 @@
 Shape letters: T tokens, D documents.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any

@@ -3,8 +3,6 @@
 Shape letters: V vocabulary, E entries (distinct pairs).
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import uuid

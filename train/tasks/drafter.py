@@ -4,8 +4,6 @@ Letters: B batch (blocks), T tokens, X = B · T flattened positions, D hidden of
 V vocabulary.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -109,6 +107,7 @@ class DrafterModule(nn.Module):
         return [weight_VD] if isinstance(weight_VD, nn.Parameter) else []
 
     def gradient_checkpointing_enable(self) -> None:
+        """Recompute activations in the backward pass instead of storing them."""
         enable = getattr(self.model, "activation_checkpointing_enable", self.model.gradient_checkpointing_enable)
         enable({"use_reentrant": False})
 
@@ -160,6 +159,7 @@ class DrafterTask(Task):
 
     @property
     def other_models(self) -> list[nn.Module]:
+        """Models in memory that are not trained."""
         models = [other.model for other in self._teachers if isinstance(other, ModelTeacher)]
         return list(dict.fromkeys(models))
 

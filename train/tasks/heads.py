@@ -64,6 +64,7 @@ class HeadsModule(nn.Module):
         return self.heads_loss(batch, self.frozen_states(batch))
 
     def heads_loss(self, batch: Batch, states_YD: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the outputs of `forward`, given the target's hidden states [Y, D]."""
         rows_X, labels_XK = self.trained_rows(batch)
         weights = weights_at(self._objective, self.progress)
         teacher: Teacher | None = None
@@ -108,6 +109,7 @@ class HeadsModule(nn.Module):
             return self._target.hidden(batch).flatten(0, 1)
 
     def teacher(self, states_YD: Tensor) -> DenseTeacher:
+        """Return the target's distributions for these hidden states."""
         with torch.no_grad(), torch.autocast(states_YD.device.type, enabled=False):
             after_YD = self._target.after_norm(states_YD.to(self._target.model.dtype))
             if self._logits is not None:
@@ -115,6 +117,7 @@ class HeadsModule(nn.Module):
             return DenseTeacher(after_YD, self._target.weight_VD())
 
     def read_directly(self) -> list[nn.Parameter]:
+        """Return the parameters that `forward` reads without calling their layer, which ZeRO-3 must gather."""
         projections = (self.heads.projection(k) for k in range(self.num_heads))
         candidates = [*projections, self.heads.bias_V, self._target.weight_VD()]
         # parameters of a target outside the module are never sharded
@@ -178,6 +181,7 @@ class HeadsTask(Task):
 
     @property
     def other_models(self) -> list[nn.Module]:
+        """Models in memory that are not trained."""
         return [self.target]
 
     def move_to(self, device: torch.device) -> None:
@@ -244,6 +248,7 @@ class EagleTask(HeadsTask):
 
 
 def _check(target: Any, heads: PredictionHeads, weights: Sequence[float], states: CachedHidden | None) -> None:
+    """Raise ValueError if the heads do not fit their weights, the target or the cache of its states."""
     if len(weights) != heads.num_heads:
         raise ValueError(f"head_weights must contain {heads.num_heads} weights, one per head, got {weights}")
     hidden, vocab = target.config.get_text_config().hidden_size, target.get_output_embeddings().weight.shape[0]

@@ -73,6 +73,7 @@ class Medusa2Module(HeadsModule):
         return mixture(self._target_weights, after_YD, weight_VD, labels_Y, original)[0]
 
     def original_teacher(self, batch: Batch) -> Any:
+        """Return the distributions of the original target."""
         with self.original():
             return self.teacher(self.frozen_states(batch))
 
@@ -106,16 +107,19 @@ class Medusa2Module(HeadsModule):
             self.target.train(was_training)
 
     def gradient_checkpointing_enable(self) -> None:
+        """Recompute the target's activations in the backward pass instead of storing them."""
         enable = getattr(self.target, "activation_checkpointing_enable", self.target.gradient_checkpointing_enable)
         enable({"use_reentrant": False})
 
 
 def _without_frozen(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    """Remove the target's frozen weights from a state dictionary."""
     for name in _frozen_state(module):
         state.pop(prefix + name, None)
 
 
 def _with_frozen(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Add the target's frozen weights to a loaded state dictionary."""
     for name, tensor in _frozen_state(module).items():
         state.setdefault(prefix + name, tensor.detach())
 
@@ -161,6 +165,7 @@ class Medusa2Task(HeadsTask):
 
     @torch.no_grad()
     def evaluate(self, module: nn.Module) -> dict[str, float]:
+        """Return the metrics of `HeadsTask.evaluate`, `base_loss` and `base_overlap`."""
         assert isinstance(module, Medusa2Module)
         device = next(module.parameters()).device
         loss = overlap = count = 0.0

@@ -4,8 +4,6 @@ Sources: DistillSpec (Zhou et al. 2023, arXiv 2310.08461, algorithm 1) and GKD (
 Letters: B batch (blocks), T tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -91,6 +89,7 @@ def _drafts(documents: list[Document], at: int, rng: np.random.Generator, new_to
 
 
 def _groups(drafts: list[_Draft], positions: int) -> Iterator[list[_Draft]]:
+    """Yield groups of drafts to decode in one batch, whose longest prompt and response fit into `positions`."""
     group: list[_Draft] = []
     for draft in drafts:
         needed = len(draft.prompt) + max(other.room for other in [*group, draft])
@@ -104,6 +103,7 @@ def _groups(drafts: list[_Draft], positions: int) -> Iterator[list[_Draft]]:
 
 @torch.no_grad()
 def _sample(scorer: Any, drafts: list[_Draft], options: OnPolicy) -> list[list[int]]:
+    """Return one response per prompt, cut to its room."""
     sampling = Sampling(temperature=options.temperature)
     method = build_method("autoregressive", Parts(), sampling)
     longest = max(draft.room for draft in drafts)

@@ -8,8 +8,6 @@ Letters: B batch (blocks), T tokens, M mask tokens of a block, L = T + M, X = B 
 with a token so many places ahead, K tokens drafted per forward pass (in lists of mask tokens: K − 1).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

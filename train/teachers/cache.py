@@ -262,6 +262,7 @@ class CacheWriter:
         return rows * self.row_bytes + 1024 * (len(missing) + 2) + 16 * len(self._first_row_D)
 
     def missing_shards(self) -> list[Shard]:
+        """Return the shards without a file, or with a file of other rows."""
         return [shard for shard in self.shards if not self._holds(shard)]
 
     def _holds(self, shard: Shard) -> bool:
@@ -306,6 +307,7 @@ class CacheWriter:
         return True
 
     def finish(self) -> None:
+        """Hash every file and write the manifest."""
         assert not self.missing_shards(), "files of other processes are missing"
         documents = {"first_row": self._first_row_D, "check": self._check_D}
         with atomic_file(self.folder / DOCUMENTS) as out:
@@ -324,6 +326,7 @@ class CacheWriter:
 
 
 def _shards(rows_of_block: np.ndarray, most: int) -> Iterator[Shard]:
+    """Yield shards of consecutive blocks with at most `most` rows, or of one block with more."""
     total = np.concatenate([[0], np.cumsum(rows_of_block)])
     first = number = 0
     while first < len(rows_of_block):

@@ -10,8 +10,6 @@ Letters: B batch (blocks), T tokens, X = B · T flattened positions, R rows, C r
 of the target (of several layers concatenated), E hidden of the target, V vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -56,6 +54,7 @@ class HiddenSource(Source):
         return f"the hidden states of {self.target} ({self.states}, {self.dtype})"
 
     def load(self, device: torch.device) -> tuple[MakeRows, int]:
+        """Load the target and return the function that computes its rows, and its hidden size."""
         rows = HiddenRows(load_model(self.target, dtype=self.target_dtype, device=str(device)), self.states, self.dtype)
         return rows, rows.hidden_size
 
@@ -64,6 +63,7 @@ class HiddenSource(Source):
         return 0 if parse_layers(self.states) else REACH
 
     def columns(self, size: int) -> dict[str, Column]:
+        """Return the column `hidden` with `size` dimensions."""
         return {"hidden": Column((size,), DTYPES[self.dtype])}
 
 
@@ -87,6 +87,7 @@ class CacheSource(Source):
         return f"the top {self.top_k} tokens of {self.target}"
 
     def load(self, device: torch.device) -> tuple[MakeRows, int]:
+        """Load the target as a teacher and return the function that computes its rows, and its vocabulary size."""
         teacher = load_teacher(self.target, self.dtype, device)
         return partial(top_rows, teacher, self.top_k), teacher.vocab_size
 

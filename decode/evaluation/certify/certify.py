@@ -12,8 +12,6 @@ Each token that a method generated is checked against one wide forward of the ta
 Shape letters: X tokens, C tokens of a chunk, V vocabulary, D hidden.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -157,6 +155,7 @@ class Certificate:
             self.findings.append(finding)
 
     def judge(self) -> None:
+        """Set the verdict from the test results."""
         if self.claimed and self.is_faulty:
             self.verdict = "not lossless"
         elif self.claimed and self.is_doubtful:
@@ -279,6 +278,7 @@ class _Run:
         return batch.outputs
 
     def judge_greedy(self, numbers: Sequence[int], outputs: Sequence[Sequence[int]]) -> None:
+        """Compare each token with the most likely one."""
         positions = _positions(numbers, outputs)
         if not positions:
             return
@@ -346,6 +346,7 @@ class _Run:
         return joint_test(self.distributions, outcomes)
 
     def judge_sampled(self, numbers: Sequence[int], outputs: list[list[int]]) -> None:
+        """Add the rows to the evidence of each order."""
         self.texts += zip(numbers, outputs, strict=True)
         if not any(outputs):
             return

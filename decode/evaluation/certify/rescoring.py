@@ -6,8 +6,6 @@ Shape letters: B rows, T positions of a row, X new tokens of all rows one after 
 continuations, V vocabulary, D hidden.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence

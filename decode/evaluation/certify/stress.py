@@ -7,8 +7,6 @@ several limits and stop tokens.
 Shape letters: X tokens, K heads, V vocabulary, D hidden.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
@@ -121,6 +119,7 @@ def stress_method(
 
 
 def _sizes(options: Options) -> tuple[int, int]:
+    """Return the vocabulary size and number of heads that a method's options need."""
     widths, depths = [_VOCAB], [_HEADS, options.get("max_depth") or 0]
     if "k_config" in options:
         widths += parse_branching(options["k_config"])

@@ -58,6 +58,7 @@ class Evidence:
 
     @property
     def joined(self) -> np.ndarray:
+        """Return the statistics [3, X] of all rows."""
         return np.concatenate([*self.rows, np.zeros((3, 0))], 1)
 
     @property
@@ -127,6 +128,7 @@ def uniformity_tests(evidence: Evidence, rng: np.random.Generator) -> list[Resul
 
 
 def _pairs(row: np.ndarray, lag: int, rng: np.random.Generator) -> np.ndarray:
+    """Return disjoint pairs [2, pairs] of a row's u at distance `lag`."""
     row = np.append(row, rng.random(-len(row) % (2 * lag)))
     return row.reshape(-1, 2, lag).transpose(1, 0, 2).reshape(2, -1)
 

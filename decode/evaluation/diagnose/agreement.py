@@ -180,6 +180,7 @@ class Scores:
         return over_P.astype(np.float64), under_P.astype(np.float64)
 
     def mean(self, name: str) -> float | None:
+        """Return the mean of a measure over all tokens, or None without tokens."""
         over_P, under_P = self.sums(name)
         return float(over_P.sum() / under_P.sum()) if under_P.sum() else None
 
@@ -219,6 +220,7 @@ def score(
 
 
 def _groups(passages: Sequence[Passage]) -> Iterator[list[Passage]]:
+    """Yield groups of passages with about `_TOKENS_AT_ONCE` tokens, whose states are held in memory at a time."""
     sizes = np.cumsum([len(passage.prompt) + len(passage.text) for passage in passages])
     for _, group in groupby(zip(sizes // _TOKENS_AT_ONCE, passages, strict=True), lambda pair: pair[0]):
         yield [passage for _, passage in group]
@@ -227,6 +229,7 @@ def _groups(passages: Sequence[Passage]) -> Iterator[list[Passage]]:
 def _measure(
     target: LanguageModel, source: Source, passages: Sequence[Passage], states: TextStates, sampling: Sampling
 ) -> NDArray[np.float32]:
+    """Return the measures of `Scores`, stacked, each [K, T]."""
     token_T = torch.tensor([token for passage in passages for token in passage.text])
     drafts, parts = source.make_drafts(passages, states), []
     for span in chunks(len(token_T), target.vocab_size):

@@ -3,8 +3,6 @@
 With γ draft tokens per step they are 1 + Σ_{i ≤ γ} Π_{j ≤ i} α_j, where α_j is the acceptance rate at depth j.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import accumulate
 from operator import mul

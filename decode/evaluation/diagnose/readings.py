@@ -5,8 +5,6 @@ These are the inputs that engines would use, and those of common training mistak
 Shape letters: P passages, T tokens of a text but its last, X new tokens, K steps, D hidden, G auxiliary hidden states.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable, Sequence
@@ -152,6 +150,7 @@ def measure_readings(
 
 
 def _summarise(readings: Sequence[Reading], agreeing_WPK: Floats, judged_PK: Floats) -> list[Reading]:
+    """Return the readings with their agreement and its standard errors over passages."""
     judged_P, count = judged_PK.sum(1), len(judged_PK)
     summaries, off = list[Reading](), list[Floats]()
 
@@ -183,6 +182,7 @@ def best_reading(readings: Sequence[Reading]) -> Reading | None:
 
 
 def _is_significant(difference: float, error: float, texts: int, comparisons: int) -> bool:
+    """Return whether a difference is significant, by Student's t with a Bonferroni correction."""
     if texts < _MIN_TEXTS:
         return False
     return difference > max(_MIN_DIFFERENCE, float(student_t.isf(_FALSE_ALARMS / comparisons, texts - 1)) * error)

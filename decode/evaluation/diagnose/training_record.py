@@ -1,7 +1,5 @@
 """Training metrics, data and template recorded in an artifact's manifest."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any

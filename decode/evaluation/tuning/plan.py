@@ -4,8 +4,6 @@ With draft tokens accepted at rates α_1, α_2, …, a step with γ draft tokens
 It costs a forward of the target over γ + 1 tokens of each sequence, and the drafting.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate

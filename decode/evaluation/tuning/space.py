@@ -1,7 +1,5 @@
 """Search space of the tuner: the settings of each method, the most promising first."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -59,6 +59,7 @@ class Measurement:
 
     @classmethod
     def of_row(cls, row: Row) -> Measurement:
+        """Return the measurement of a row of an evaluation."""
         interval = tuple(row["speedup_interval"] or (row["speedup"], row["speedup"]))
         about = {key: row[key] for key in ("label", "method", "options", "perplexity", "tokens_per_step", "speedup")}
         return cls(interval=interval, is_steady=row["steady"] is not False, is_lossless=row["lossless"], **about)

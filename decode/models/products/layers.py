@@ -4,8 +4,6 @@ Shape letters: L layers, B batch, M new tokens, X = B · M, D hidden, O queries,
 width.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -123,6 +121,7 @@ class DecoderLayers:
         end: int,
         aux_layers: Sequence[int],
     ) -> tuple[Tensor, list[Tensor]]:
+        """Run `__call__` for at most `_most_tokens` tokens."""
         kind = self._architecture
         heads, kv_heads, width = kind[:3]
         sides = [(turns.contiguous(), None if mask is None else mask.contiguous()) for turns, mask in sides]
@@ -163,6 +162,7 @@ def _address(tensor: Tensor | None) -> int:
 
 
 def _vectors(layer: Any) -> tuple[Tensor | None, ...]:
+    """Return the vectors that a layer adds or multiplies by, in the order of layers.c."""
     biases = (product.added_O for product in _products(layer))
     return layer.norm_in_D, layer.norm_mlp_D, *biases, layer.norm_heads_O, layer.norm_attended_D, layer.norm_made_D
 

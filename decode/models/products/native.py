@@ -3,8 +3,6 @@
 Without a C compiler or Triton, with DRAFTSMITH_NATIVE=0, or within `library_products`, torch's functions are used.
 """
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import os

@@ -159,6 +159,7 @@ class Product:
     """Product x Wᵀ + b of a matrix or `FewRows`, which large weights on a CPU are converted to."""
 
     def __init__(self, weight_OI: Any, bias_O: Tensor | None = None, int8: bool = False) -> None:
+        """Prepare the product. `keep` stores float32 weights twice, for faster products of many rows."""
         self.shape, self.dtype, self.int8 = weight_OI.shape, weight_OI.dtype, int8
         self.bias_O = None if bias_O is None else bias_O.to(self.dtype)
         self.added_O = None if bias_O is None else bias_O.float().contiguous()
@@ -168,6 +169,7 @@ class Product:
 
     @property
     def weight_OI(self) -> Any:
+        """Weights, [O, I]."""
         return self._unpacked_OI if self.few_rows is None else self.few_rows.rows()
 
     def __call__(self, x_XI: Tensor) -> Tensor:

@@ -3,8 +3,6 @@
 Shape letters: B batch, M new tokens, S positions, H heads, E head width, O queries, keys and values.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from typing import Any
 
@@ -60,6 +58,7 @@ class Rotation:
         return {kind: turns(*self.tables[kind]) for kind in kinds}
 
     def _table(self, kind: str | None, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return the table of the first positions."""
         half, turned = self._width // 2, 0 if kind is None else self._half
         tables = [torch.ones(self._length, half, device=device), torch.zeros(self._length, half, device=device)]
         if kind is not None:  # other elements are not rotated

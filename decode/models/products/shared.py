@@ -3,8 +3,6 @@
 Shape letters: X rows, I and O inputs and outputs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

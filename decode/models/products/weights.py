@@ -3,8 +3,6 @@
 Shape letters: D hidden, F width of the MLP, E head width, H heads, I and O inputs and outputs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -91,6 +91,7 @@ def table_vocabulary(recipe: TableRecipe, tokenizer: Any) -> int:
 
 
 def _identity(recipe: TableRecipe, tokenizer: Any) -> dict[str, Any]:
+    """Return everything that determines the counts of a recipe."""
     identity = data_identity(recipe.data, tokenizer, NOT_OF_CONVERSATIONS)
     options = {key: value for key, value in identity["options"].items() if key not in _NOT_COUNTED}
     return identity | {"options": options, "pairs": recipe.count.pairs}
@@ -122,6 +123,7 @@ def claim(folder: Path, identity: dict[str, Any], stack: ExitStack) -> None:
 
 
 def _check_shared(folder: Path) -> None:
+    """Raise ValueError in all processes if one of them does not see the folder of counts."""
     from accelerate.utils import gather_object
 
     if not all(gather_object([(folder / IDENTITY).is_file()])):
@@ -236,6 +238,7 @@ def read_texts(recipe: TableRecipe, tokenizer: Any) -> TextStore:
 def _finish(
     recipe: TableRecipe, tokenizer: Any, vocab_size: int, folder: Path, identity: dict[str, Any], share: Share
 ) -> None:
+    """Merge the counts of all processes, write the artifact, and delete the state."""
     parts, file = recipe.data.parts(), folder / TABLE_FILE
     refuse_none(recipe.data, share.reports)
     for part, report in zip(parts, share.reports, strict=True):

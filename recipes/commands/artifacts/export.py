@@ -1,7 +1,5 @@
 """Formats of `draftsmith export`."""
 
-from __future__ import annotations
-
 from ....checkpoints.export.base import Format
 from ....checkpoints.export.drafter import ASSISTANT, DRAFT_MODEL
 from ....checkpoints.export.eagle import EAGLE_FORMAT

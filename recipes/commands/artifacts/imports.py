@@ -1,7 +1,5 @@
 """Import of published drafters and prediction heads as artifacts, and of GGUF files as models."""
 
-from __future__ import annotations
-
 import glob
 import shlex
 from collections.abc import Iterator
@@ -103,6 +101,7 @@ def import_gguf(file: Path, out: Path, dtype: str = "auto") -> None:
 
 
 def _may_be_model(folder: Path) -> bool:
+    """Return whether a directory has the configuration of a model or an adapter, and not of heads."""
     path = folder / CONFIG_FILE
     if not path.is_file():
         return is_adapter(folder)
@@ -216,6 +215,7 @@ def import_heads(
 
 
 def _import_eagle(source: str, out: Path, target: str | None, states: str | None, *, unpickle: bool) -> None:
+    """Write an artifact of kind heads from EAGLE-3 heads, which may be in the format of speculators."""
     if target is None:
         raise ValueError(f"the target of the EAGLE-3 heads in {source} is missing: pass --target")
     if states is not None:
@@ -243,11 +243,13 @@ def _import_eagle(source: str, out: Path, target: str | None, states: str | None
 
 
 def _record_target(target: str) -> dict[str, str | None]:
+    """Return the record of a target, with its hash if its weights are in a local directory."""
     is_here = any(Path(target).glob(WEIGHTS))
     return target_record(target, resolve_model(target).sha256 if is_here else None)
 
 
 def _check_target(target: str, stored: StoredHeads) -> int:
+    """Return the target's vocabulary size; raise ValueError if the target does not fit the heads."""
     config = load_config(target)
     if config.is_encoder_decoder:
         raise ValueError(f"heads require a decoder, but the target {target} is an encoder-decoder")
@@ -264,6 +266,7 @@ def _check_target(target: str, stored: StoredHeads) -> int:
 
 
 def _heads_folder(source: str, unpickle: bool) -> Path:
+    """Return the directory of heads; only the files with the heads are downloaded from the hub."""
     path = find_local(source)
     if path is not None:
         return path

@@ -1,7 +1,5 @@
 """Evidence that `draftsmith push` adds to a model card: licences, data sources and evaluation rows of the artifact."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -56,6 +54,7 @@ def results_of(artifact: Path, manifest: Manifest, path: Path) -> dict[str, Any]
 
 
 def _name_in(evaluated: Mapping[str, Any], artifact: Path, manifest: Manifest, path: Path) -> str:
+    """Return the name of the artifact in results, found by the hashes of its files."""
     hashes = (manifest.export or {"of": {name: entry["sha256"] for name, entry in manifest.files.items()}})["of"]
     drafting = {name: one for name, one in evaluated.items() if name != "target"}
     for name, one in drafting.items():
@@ -67,6 +66,7 @@ def _name_in(evaluated: Mapping[str, Any], artifact: Path, manifest: Manifest, p
 
 
 def _is_row_of(row: Mapping[str, Any], name: str) -> bool:
+    """Return whether a row uses an artifact, or is the baseline."""
     method = row["method"]
     if method == "autoregressive" or method not in METHODS:
         return bool(method == "autoregressive")

@@ -1,7 +1,5 @@
 """`draftsmith doctor`: check this machine, an artifact, or a target/drafter pair."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

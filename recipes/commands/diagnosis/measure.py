@@ -9,8 +9,6 @@ between two stages, so that a loss between them has few possible causes:
 - `decoding`: real decoding with a chain: `speculative`, `bpd` or `bigram`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -141,6 +139,7 @@ class _Probe:
         return sorted(findings, key=lambda each: -(each.lost or 0.0)), measured
 
     def _training_stages(self) -> list[Stage]:
+        """Measure the stages `record` and `files`, as far as the manifest allows."""
         if self.part == "table":
             return []
         if self.trained is None or isinstance(self.target, Seq2SeqModel):

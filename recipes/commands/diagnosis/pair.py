@@ -8,8 +8,6 @@ The diagnosis of a pair is one JSON object, which `--json` prints and `--prompts
      "schema": 5, "kind": "diagnosis", …}                         with --prompts: see `measure_pair`
 """
 
-from __future__ import annotations
-
 import json
 import shlex
 import sys
@@ -98,6 +96,7 @@ def check_pair(
 
 
 def _measure(result: dict[str, Any], recipe: EvaluateRecipe, out: Path | None) -> None:
+    """Add the measured findings to a diagnosis, and write it to `out` or next to the recipe's results."""
     from .measure import measure_pair
 
     findings, about = measure_pair(recipe)
@@ -120,6 +119,7 @@ def _check_files(target: str, drafter: str, is_eagle: bool) -> Diagnosis:
 
 
 def _check_decodes(diagnosis: Diagnosis, folder: Path) -> None:
+    """Raise ValueError if EAGLE-3 heads cannot be decoded by this engine."""
     verdict = diagnosis.verdicts["draftsmith"]
     if verdict.outcome == REFUSED:
         raise ValueError(f"{diagnosis.drafter} cannot be decoded: {'; '.join(verdict.reasons)}")

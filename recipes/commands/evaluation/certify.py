@@ -1,7 +1,5 @@
 """`draftsmith certify`: judge the methods of an evaluation for losslessness and write `certificate.json`."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -99,6 +97,7 @@ def run_certify(
 
 
 def _certifier(case: Case) -> Certify:
+    """Return a function that certifies an entry of the case and measures rounding once for each sampling."""
     pair = case.pair
     # The judge runs transformers' own forward, so that faults of the fast forward used in decoding are found too.
     judge = make_judge(pair.model, states_of(pair.parts.heads))
@@ -144,6 +143,7 @@ def _add_sampled(entries: list[Entry], parts: Parts) -> list[Entry]:
 
 
 def _drop_duplicates(entries: Sequence[Entry]) -> list[Entry]:
+    """Drop entries that decode like an earlier entry and differ only in their labels."""
     distinct: dict[str, Entry] = {}
     for entry in entries:
         distinct.setdefault(json.dumps([entry.method, entry.options, asdict(entry.sampling)], sort_keys=True), entry)

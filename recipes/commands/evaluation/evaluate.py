@@ -1,7 +1,5 @@
 """`draftsmith evaluate`: measure every method of a recipe, print the table, and write `results.json` and the report."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections import Counter
@@ -120,6 +118,7 @@ def read_finished(path: Path, identity: str) -> dict[str, Any] | None:
 
 
 def _measure(case: Case, journal: Journal, signals: Stoppable) -> tuple[Summary, int]:
+    """Return the summary of all methods, and the number of runs that an earlier process finished."""
     pair, recipe, entries, known = case.pair, case.recipe, entries_of(case.recipe), journal.runs("run")
     with signals.bar("evaluating", "runs") as advance:
         runs = measure(
@@ -154,6 +153,7 @@ def _measure(case: Case, journal: Journal, signals: Stoppable) -> tuple[Summary,
 
 
 def _count_energy(case: Case, journal: Journal, signals: Stoppable) -> dict[str, Energy]:
+    """Return the energy per token by label; log the reason for methods that cannot be measured."""
     pair, entries = case.pair, entries_of(case.recipe)
     names = {entry.label: f"joules of {entry.label}" for entry in entries}
     energies = {label: journal.known(name, _ENERGY) for label, name in names.items() if name in journal}

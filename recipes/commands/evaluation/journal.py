@@ -1,7 +1,5 @@
 """Journal of finished work on disk, from which an interrupted command resumes."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
@@ -119,6 +117,7 @@ def _remove_if_empty(folder: Path) -> None:
 
 
 def _differences(before: Any, now: dict[str, Any]) -> str:
+    """Return the names of the settings that differ; raise ValueError if the first line has no identity."""
     old = before.get("identity") if isinstance(before, dict) else None
     if not isinstance(old, dict):
         raise ValueError("the first line has no identity")

@@ -1,7 +1,5 @@
 """Recipe and rows of an evaluation, from a recipe file or from artifacts on the command line."""
 
-from __future__ import annotations
-
 from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`draftsmith tune`: search for the fastest settings of each method, with more prompts in each round."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -110,5 +108,6 @@ def rows_to_tune(recipe: EvaluateRecipe) -> tuple[dict[str, MethodSection], dict
 
 
 def _select_rows(recipe: EvaluateRecipe, rows: Sequence[MethodSection], out: Path) -> EvaluateRecipe:
+    """Return the evaluation of the baseline and some settings."""
     changes = {"methods": [MethodSection(method=BASELINE), *rows], "out": str(out), "energy": "off"}
     return recipe.model_copy(update=changes | {"compare_with_transformers": False})

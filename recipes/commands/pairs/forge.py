@@ -4,8 +4,6 @@ A forge writes recipes and runs them like the commands do. Its state is stored i
 an interrupted forge resumes with the same decisions.
 """
 
-from __future__ import annotations
-
 import gc
 import itertools
 import json
@@ -186,13 +184,16 @@ class _Forge:
         return chosen
 
     def _count_prompts(self, workload: Workload, share: float, rows: int) -> int:
+        """Return the number of prompts on which `rows` rows can be measured in a share of the budget."""
         seconds, most = share * self.seconds / len(self.workloads), self.questions.held_out // workload.batch
         return workload.batch * count_batches(seconds, rows, self._batch_seconds(workload), most)
 
     def _batch_seconds(self, workload: Workload) -> float:
+        """Return the time of a batch in autoregressive decoding."""
         return workload.batch * self.prefill + self.recipe.new_tokens * self.curve(workload.batch)
 
     def _certified_tokens(self) -> int:
+        """Return the number of tokens per certificate that the budget allows, or 0 for no certificate."""
         share = BUDGET_SHARES["certify"] * self.seconds / len(self.workloads)
         tokens = min(int(share / (_CERTIFYING * self.curve(1))), _CERTIFIED[-1])
         return tokens if tokens in _CERTIFIED else 0
@@ -201,6 +202,7 @@ class _Forge:
         return _CERTIFYING * self._certified_tokens() * self.curve(1)
 
     def _compare_given(self) -> None:
+        """Measure the given drafters; leave out those that do not fit the target."""
         reader = self.recipe.engine or "draftsmith"
         for number, drafter in enumerate(dict.fromkeys(self.recipe.drafters), 1):
             try:
@@ -217,6 +219,7 @@ class _Forge:
                 self._note(f"{drafter}: skipped: {error}")
 
     def _compare(self, source: Source, stage: str, cost: float | None = None) -> None:
+        """Measure a source of drafts with one setting on each workload."""
         layer = self.shape.layer_parameters / self.shape.parameters
         candidate = Candidate("", source.kind or "drafter", (), layer if cost is None else cost)
         for workload in self.workloads:
@@ -261,6 +264,7 @@ class _Forge:
             run_launched(f"--num_processes {self.recipe.processes} {self.recipe.launch}", *command)
 
     def _train_candidates(self, candidates: Sequence[Candidate]) -> None:
+        """Train all candidates for a short time, and the best one of each workload for the rest of the time."""
         known = {each.name: each for each in candidates}
         if not known:
             self._note("no training: no candidate could be faster than autoregressive decoding")
@@ -319,6 +323,7 @@ class _Forge:
         return remaining
 
     def _choose(self) -> None:
+        """Tune on each workload, choose, certify, and tune in the engine."""
         self.section = "Full training, tuning and choice"
         for workload in self.workloads:
             self.tuned[workload] = self._tune(workload)
@@ -335,6 +340,7 @@ class _Forge:
             self._serve()
 
     def _tune(self, workload: Workload) -> list[Measurement]:
+        """Measure all settings on a few prompts, and the fastest ones on other prompts."""
         share, batch_seconds = BUDGET_SHARES["tune"] / 2, self._batch_seconds(workload)
         few, many = workload.batch * MIN_BATCHES, self._count_prompts(workload, share, 1 + MAX_FINALISTS)
         seconds, compared = share * self.seconds / len(self.workloads), self.compared[workload]
@@ -365,6 +371,7 @@ class _Forge:
             return tune_sources(own)
 
     def _certify(self, workload: Workload, row: Row) -> None:
+        """Write the winner's recipe, and its certificate if the budget pays for one."""
         name, tokens = self._name("winner", workload), self._certified_tokens()
         enough = min(self.questions.held_out, max(self.prompts[workload], 2 * tokens // self.recipe.new_tokens))
         recipe = evaluation_of(self.base, self.recipe, name, [row], workload, enough)
@@ -381,6 +388,7 @@ class _Forge:
             raise NotLosslessError(f"{broken[0]} is not lossless: see {derive_path(Path(recipe.out), KIND)}")
 
     def _serve(self) -> None:
+        """Tune the draft lengths of the winners and of fully trained drafters in the serving engine."""
         self.section = f"Draft lengths in {self.recipe.engine}"
         trained = [name for name, source in self.sources.items() if source.steps]
         for name in dict.fromkeys([*(winner.name for winner in self.winners.values()), *trained]):

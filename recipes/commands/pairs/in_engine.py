@@ -1,7 +1,5 @@
 """Measurement of a forge's drafters in the serving engine that will run them."""
 
-from __future__ import annotations
-
 import shlex
 import shutil
 import socket
@@ -90,6 +88,7 @@ def tune_in_engine(recipe: ForgeRecipe, name: str, artifact: Path | None, prompt
 
 
 def _export(recipe: ForgeRecipe, artifact: Path, imported: Path, export: Path) -> str | None:
+    """Export an artifact, or a model that is imported first; return the reason if this fails."""
     if (export / MANIFEST_FILE).is_file():
         return None
     assert recipe.engine is not None
@@ -109,6 +108,7 @@ def _export(recipe: ForgeRecipe, artifact: Path, imported: Path, export: Path) -
 
 
 def _free_urls(count: int) -> list[str]:
+    """Return URLs with unused ports on this machine."""
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for each in sockets:

@@ -3,8 +3,6 @@
 Each stage is a separate recipe. Finished stages are reused. `draftsmith forge` runs the same stages.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import time

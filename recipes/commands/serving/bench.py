@@ -1,7 +1,5 @@
 """`draftsmith bench`: measure speculative decoding on a server, compared with a server without drafts."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import time
@@ -102,6 +100,7 @@ async def _measure(recipe: BenchRecipe, prompts: Sequence[Prompt], signals: Stop
 async def _blocks(
     recipe: BenchRecipe, servers: Sequence[Server], concurrency: int, prompts: Sequence[Prompt], signals: Stoppable
 ) -> list[list[Block]]:
+    """Return the blocks of each server under a load; the server that begins alternates."""
     blocks: list[list[Block]] = [[] for _ in servers]
     for server in servers:
         await _send(recipe, server, prompts[: min(_WARM_UP, concurrency)], concurrency, lambda: None)
@@ -125,6 +124,7 @@ async def _blocks(
 async def _send(
     recipe: BenchRecipe, server: Server, prompts: Sequence[Prompt], concurrency: int, advance: Callable[[], None]
 ) -> Block:
+    """Send prompts under a load and wait for all answers."""
     free = asyncio.Semaphore(concurrency)
     settings: dict[str, Any] = {"max_tokens": recipe.max_new_tokens, "temperature": recipe.temperature}
 
@@ -144,6 +144,7 @@ async def _send(
 
 
 def _warnings(models: Sequence[str | None], rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Return warnings about failed requests and differences between the servers."""
     warnings = []
     if len(set(models)) > 1:
         warnings.append(f"server and baseline report different models: {' and '.join(map(str, models))}")

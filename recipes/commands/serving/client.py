@@ -116,6 +116,7 @@ class Server:
         return Reply("".join(texts), tokens, first or 0.0, last, finish == "length", *drafts, read)
 
     def _redact(self, message: object) -> str:
+        """Return a message on one line without the API key, which some servers repeat."""
         text = str(message).replace(self._key, "…") if self._key else str(message)
         return redacted(" ".join(text.split()))[:300]
 

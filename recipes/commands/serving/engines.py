@@ -3,8 +3,6 @@
 The commands equal those in the export's SERVING.md. No command is read from a file.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -205,6 +203,7 @@ def _wait(engine: Running, signals: Stoppable | None) -> None:
 
 
 def _check(engines: Sequence[Running]) -> None:
+    """Raise ConnectionError with the end of the log if an engine ended or is not healthy."""
     for engine in engines:
         if not _is_healthy(engine, 30):
             raise ConnectionError(engine.failure)
@@ -286,6 +285,7 @@ def measure_engine(recipe: BenchRecipe, commands: Sequence[Sequence[str]], more:
 
 
 def _port(url: str) -> int:
+    """Return the port of a local URL; raise ValueError if the URL is of another machine or has no port."""
     address = urlsplit(url)
     if address.hostname not in (HOST, "localhost") or address.port is None:
         raise ValueError(f"engines are started on this machine only: expected http://{HOST}:PORT/v1, got {url}")

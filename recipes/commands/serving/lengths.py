@@ -1,7 +1,5 @@
 """`draftsmith tune --engine`: find the best number of draft tokens of a serving engine under each load."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from collections.abc import Callable, Mapping, Sequence

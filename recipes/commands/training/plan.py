@@ -4,8 +4,6 @@ The models are loaded and their states counted (ZeRO: Rajbhandari et al. 2020, a
 recipe that cannot fit is rejected before it runs. Time is measured in two short steps in a temporary directory.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -169,6 +167,7 @@ def _rows(plan: Plan) -> Iterator[tuple[str, str, str]]:
 
 
 def _probe(run: Run, config: FitConfig, accelerator: Any, shares: int) -> Probe:
+    """Train for two steps of at most two micro batches, and measure the second step."""
     micro_batches = micro_steps(config.global_batch, config.micro_batch, accelerator.num_processes)
     tried = min(2, micro_batches)
     size = config.micro_batch * accelerator.num_processes * tried
@@ -196,6 +195,7 @@ def _probe(run: Run, config: FitConfig, accelerator: Any, shares: int) -> Probe:
 
 
 def _evaluation_steps(steps: int, every: int) -> set[int]:
+    """Return the steps after which a run evaluates: the last one, and multiples of `every`."""
     return {steps} | (set(range(0, steps + 1, every)) if every else set())
 
 
@@ -211,6 +211,7 @@ def _least_free(accelerator: Any) -> int:
 
 
 def _check_memory(parts: dict[str, int], free: int) -> None:
+    """Raise ValueError if training needs more memory than is free."""
     if (needed := sum(parts.values())) > free:
         raise ValueError(
             f"training requires at least {gigabytes(needed)} of memory per process, but {gigabytes(free)} are free "
@@ -227,6 +228,7 @@ def _max_checkpoints(config: FitConfig) -> int:
 
 
 def _check_disk(out: Path, disk: dict[str, int], free: int) -> None:
+    """Raise ValueError if a run writes more than there is space for."""
     if sum(disk.values()) > free:
         parts = ", ".join(f"{name} {gigabytes(size)}" for name, size in disk.items())
         raise ValueError(
@@ -236,6 +238,7 @@ def _check_disk(out: Path, disk: dict[str, int], free: int) -> None:
 
 
 def _reduce_evaluation(recipe: Any) -> tuple[Any, int]:
+    """Return the recipe with a part of its evaluation, and the number of such parts in the whole."""
     section = recipe.measure
     shares = max(1, section.prompts or section.blocks)
     less = section.model_copy(update={"prompts": min(1, section.prompts), "blocks": -(-section.blocks // shares)})

@@ -1,7 +1,5 @@
 """`draftsmith regenerate`: replace the answers of a corpus by responses of the target, from this engine or a server."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import time
@@ -79,6 +77,7 @@ def _log_report(report: RegenerationReport, store: Store, seconds: float) -> Non
 
 
 def _settings(recipe: RegenerateRecipe) -> dict[str, Any]:
+    """Return everything that determines the answers."""
     if recipe.server is not None:
         target: dict[str, Any] = {"server.model": recipe.server.model}
     else:
@@ -89,6 +88,7 @@ def _settings(recipe: RegenerateRecipe) -> dict[str, Any]:
 
 
 def _temperature(recipe: RegenerateRecipe, question: Question) -> float:
+    """Return the temperature at which a question is answered."""
     return 1.0 if question.seed < recipe.sampled * SEEDS else recipe.temperature
 
 
@@ -99,6 +99,7 @@ def _read(recipe: RegenerateRecipe, report: CorpusReport | None = None) -> Itera
 
 
 def _count(recipe: RegenerateRecipe, store: Store, stopping: Callable[[], bool]) -> int:
+    """Return and log the number of conversations that are not answered yet."""
     report, remaining = CorpusReport(), 0
     for key, _ in keyed(_read(recipe, report)):
         remaining += key not in store
@@ -246,6 +247,7 @@ class _Server:
         return outcome
 
     def _read(self, reply: bytes) -> Answer | Failure:
+        """Return the answer in a reply, or the reason why there is none."""
         try:
             values = parse_json(reply.decode())
         except ValueError as error:
@@ -262,5 +264,6 @@ class _Server:
         return Answer(text.removeprefix(" ") if self._spaced else text, "length" if finish == "length" else "stop")
 
     def _one_line(self, message: object) -> str:
+        """Return a message in one line of limited length, without the key, which some servers repeat."""
         text = str(message).replace(self._key, "…") if self._key else str(message)
         return redacted(" ".join(text.split()))[:500]

@@ -1,7 +1,5 @@
 """`draftsmith train`: run a training recipe and write its artifact."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path

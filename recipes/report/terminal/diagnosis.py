@@ -1,7 +1,5 @@
 """Findings of `draftsmith doctor` on the terminal."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
