@@ -1,7 +1,5 @@
 """Fixtures with tiny random models and tokenizers; nothing is downloaded."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import sys

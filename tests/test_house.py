@@ -1,7 +1,5 @@
 """Rules of the repository: layout, imports, dependencies, line budget and the wheel."""
 
-from __future__ import annotations
-
 import ast
 import itertools
 import os
@@ -41,7 +39,7 @@ MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60
 LIBRARY_LINES = 36_800
 """Line budget of the five rooms' Python files. It only goes down."""
-TEST_LINES = 33_000
+TEST_LINES = 32_700
 """Line budget of the Python files under `tests/`. It only goes down."""
 MODULES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
 PYTHON = [sys.executable, "-W", "error::DeprecationWarning:draftsmith"]

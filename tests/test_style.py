@@ -1,7 +1,5 @@
 """Language of the library: first words of docstrings, names and the texts of the command line."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

@@ -8,8 +8,6 @@ different seeds; a verdict other than lossless is a false alarm. `--quick` runs 
 The last line is one JSON object.
 """
 
-from __future__ import annotations
-
 import statistics
 import sys
 import time

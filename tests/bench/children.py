@@ -1,7 +1,5 @@
 """Functions that benchmarks run in separate processes (`common.own_process`), each with only the imports it needs."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from typing import Any

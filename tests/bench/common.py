@@ -1,7 +1,5 @@
 """Common parts of the benchmarks: shared data, command line, random models and timing. Does not need pydantic."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -7,8 +7,6 @@ to `--busy` busy ones. Each measurement runs in a separate process, and the sett
 their ratio to the speed of the default setting on a quiet machine. The last line is one JSON object.
 """
 
-from __future__ import annotations
-
 import os
 import statistics
 import subprocess

@@ -12,8 +12,6 @@ the memory that it may allocate (RLIMIT_DATA, `--megabytes`; not with `--quick`)
 192 Llama. The last line is one JSON object.
 """
 
-from __future__ import annotations
-
 import os
 import statistics
 import tempfile

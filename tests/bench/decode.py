@@ -9,8 +9,6 @@ constant number of draft tokens and no confidence threshold; `published` is the 
 caches. The last line is one JSON object.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import time

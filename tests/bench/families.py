@@ -6,8 +6,6 @@ lengths. Run with
     python tests/bench/families.py [--quick]
 """
 
-from __future__ import annotations
-
 import copy
 import re
 import warnings

@@ -13,8 +13,6 @@ without AVX-512, also set ATEN_CPU_CAPABILITY=avx2, ONEDNN_MAX_CPU_ISA=AVX2 and 
 line is one JSON object.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time

@@ -6,8 +6,6 @@ Each dtype is measured in a process of its own. Memory does not include that of 
 prepared a tiny model. `load_seconds` includes the preparation. The last line is one JSON object.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Target/drafter pair of a quickstart, which several benchmarks measure."""
 
-from __future__ import annotations
-
 from functools import cached_property
 from pathlib import Path
 from typing import Any

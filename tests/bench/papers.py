@@ -11,8 +11,6 @@ of the prompts (paired between rows) satisfy it, `not held` if at most 5 % do, a
 Shape letters: P prompts, R resamples, the first of which is the sample itself.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from itertools import pairwise

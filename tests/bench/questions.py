@@ -8,8 +8,6 @@ instructions, first turns of conversations, factual questions, texts to summaris
 arithmetic problems from templates. The last line is one JSON object.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import random

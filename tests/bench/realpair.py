@@ -7,8 +7,6 @@ evaluation resumes from `--work` (default: PAIR/bench). `--quick` uses two promp
 JSON object, which `--out` also writes to a file.
 """
 
-from __future__ import annotations
-
 import argparse
 import fnmatch
 import json

@@ -8,8 +8,6 @@ the time until such a forward pass is queued. `--kernels` prints the kernels of 
 DRAFTSMITH_NATIVE=0 disables the project's own kernels. The last line is one JSON object.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import time

@@ -24,8 +24,6 @@ The recipe also counts the template's tokens, so `text_time_vs_tokenizer` divide
 object.
 """
 
-from __future__ import annotations
-
 import os
 import statistics
 import tempfile

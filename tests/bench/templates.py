@@ -8,8 +8,6 @@ tokens. Two exchanges are rendered and compared with `apply_chat_template`. Prin
 one JSON object.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 import subprocess

@@ -9,8 +9,6 @@ of the totals. `loss_memory_ratio` is the peak memory of chunked cross entropy b
 that of full logits, each in a separate process. The last line is one JSON object.
 """
 
-from __future__ import annotations
-
 import statistics
 import tempfile
 import time

@@ -5,8 +5,6 @@
 Each command runs on tiny random models. A climb is a call from a package into one above it, such as a callback.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

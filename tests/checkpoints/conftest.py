@@ -1,7 +1,5 @@
 """Fixture with a small artifact to push."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -4,8 +4,6 @@ It takes the arguments that the tests need, and keeps llama.cpp's order of rows 
 FAULT in the environment it fails as that says.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

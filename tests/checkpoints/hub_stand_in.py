@@ -2,8 +2,6 @@
 
 Large files are uploaded as small ones are; what is not known of the real hub's answers follows the client's source."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

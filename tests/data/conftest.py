@@ -1,7 +1,5 @@
 """Fixtures with small real tokenizers of three kinds, and conversations with typical defects."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

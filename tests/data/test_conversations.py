@@ -1,7 +1,5 @@
 """Streams of conversations: order, numbers, limits, and written files."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """User errors are one ValueError with the position, both values and the nearest valid name."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -1,7 +1,5 @@
 """Regeneration: killed at any point and resumed, every conversation is written once."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import resource

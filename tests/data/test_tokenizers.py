@@ -1,7 +1,5 @@
 """Trained vocabularies are exact, complete and reproducible; loading errors are clear."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -6,8 +6,6 @@ Shape letters: B batch, M new tokens, T positions, V states, X anything. In tabl
 state, the one before it the last.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

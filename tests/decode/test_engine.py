@@ -1,7 +1,5 @@
 """The decoding loop: greedy identity with transformers, ragged batches, stop rules and refusals."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Sequence
 from typing import Any

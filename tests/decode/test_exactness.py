@@ -5,8 +5,6 @@ last tests show that methods with a wrong residual, a wrong order of the tries o
 threshold.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Logits that are NaN, infinite or all masked raise an error with their source and position, in every method."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Trees, warpers, the lattice search, metrics and profiles compared with plain implementations."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Continuous batching: each text equals that of the engine for its prompt."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import pytest

@@ -1,7 +1,5 @@
 """The registry of methods: options, required artifacts, and generated lists."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path

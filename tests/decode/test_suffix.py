@@ -1,7 +1,5 @@
 """Suffix decoding: trees equal plain implementations of their definitions."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial

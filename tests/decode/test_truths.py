@@ -6,8 +6,6 @@ Nothing here is statistical. Where a truth could hold because nothing happens, t
 Shape letters: B batch, S slots, T positions, N nodes, K heads, V vocabulary, E sequences enumerated.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Fixtures of the engine tests."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType

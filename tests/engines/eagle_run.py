@@ -9,8 +9,6 @@ of the chain), `save` (a file). Saved are the first step's hidden states [T, D],
 token ids.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable

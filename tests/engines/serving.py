@@ -1,7 +1,5 @@
 """Engines in separate environments: scripts and servers."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

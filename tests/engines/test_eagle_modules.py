@@ -9,8 +9,6 @@ of this engine. `DRAFTSMITH_VLLM` names vLLM's Python (see `test_vllm.py`), `DRA
 Tried: vLLM 0.32.0, whose `llama_eagle3.py` is word for word that of 0.33.0, and SGLang 0.5.23.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from functools import partial

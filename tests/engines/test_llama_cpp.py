@@ -12,8 +12,6 @@ The target says each token's successor in a fixed order, which is longer than wh
 that llama.cpp finds nothing to draft in the text itself, and what a drafter must draft is known.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -15,8 +15,6 @@ vLLM samples the first token from the prompt alone and drafts from there on; so 
 handed the prompt with that token.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

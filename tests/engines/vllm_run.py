@@ -5,8 +5,6 @@ One JSON object on the standard input: `target`, `speculative` (vLLM's settings;
 of the output is a JSON object.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from typing import Any

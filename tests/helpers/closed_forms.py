@@ -6,8 +6,6 @@ letters).
 Shape letters: V vocabulary, X any leading shape.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

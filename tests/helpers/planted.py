@@ -4,8 +4,6 @@ A row of `planted.yaml` holds a description, the method (with default options), 
 fragments: the original and its replacement. Faults that cannot be expressed as such edits are functions of this module.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import textwrap

@@ -1,7 +1,5 @@
 """Recorded forward passes that stand in for CUDA graphs on machines without a device."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

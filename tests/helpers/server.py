@@ -1,7 +1,5 @@
 """Stand-in for an inference server, which streams as vLLM and llama.cpp do. It imports the standard library alone."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections import Counter

@@ -1,7 +1,5 @@
 """Models and other parts of every kind on a device, and decoding with them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Syntax trees of source files."""
 
-from __future__ import annotations
-
 import ast
 import gc
 from functools import cache

@@ -1,7 +1,5 @@
 """Fixtures with a tiny corpus, tokenizer and recipes on disk, and the command line as a process."""
 
-from __future__ import annotations
-
 import json
 import random
 import shutil

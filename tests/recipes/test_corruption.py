@@ -3,8 +3,6 @@
 Only ValueError and OSError, which the command line reports in one line, may come out.
 """
 
-from __future__ import annotations
-
 import random
 import shutil
 import warnings

@@ -5,8 +5,6 @@ A page's blocks run in order as one script: `bash` and `python` run, and `yaml t
 `stand-ins/` holds target, drafter, heads, table, answers.jsonl and corpus/heldout.jsonl.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

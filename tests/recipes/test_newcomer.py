@@ -1,7 +1,5 @@
 """README's first commands, run with less text and smaller models."""
 
-from __future__ import annotations
-
 import ast
 import json
 import os

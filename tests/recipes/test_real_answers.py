@@ -1,7 +1,5 @@
 """Training on a real target's answers generalises to held-out answers."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

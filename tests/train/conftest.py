@@ -1,7 +1,5 @@
 """Fixtures of the training tests."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

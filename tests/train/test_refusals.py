@@ -1,7 +1,5 @@
 """Errors of training, with the numbers and keys that their messages name."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any

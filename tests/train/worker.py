@@ -3,8 +3,6 @@
 python worker.py '{"state_dir": "…", "steps": 6, "kill_at": 4, "signal": 9, "weights": "final.safetensors"}'
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

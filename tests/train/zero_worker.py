@@ -3,8 +3,6 @@
 torchrun … zero_worker.py '[{"name": "…", "state_dir": "…", "weights": "….safetensors", "config": {…}, …}]'
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Artifacts: complete or absent, with verified files and no secrets."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

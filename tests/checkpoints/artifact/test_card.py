@@ -1,7 +1,5 @@
 """The model card: its contents, and the escaping of untrusted text."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

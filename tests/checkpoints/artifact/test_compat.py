@@ -1,7 +1,5 @@
 """Settings of models and tokenizers for transformers 5 and earlier versions."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """References to models, and the files that determine their hash."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Artifacts named by folder or hub id: downloaded, verified, and refused with advice."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re

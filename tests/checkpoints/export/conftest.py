@@ -1,7 +1,5 @@
 """Fixtures with tiny random artifacts to export: drafters, adapters, heads and tables."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Exports as artifacts: contents, refusals, and failures that leave no files."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Exported drafters with a draft vocabulary propose the same tokens in other programs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

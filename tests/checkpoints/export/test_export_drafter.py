@@ -1,7 +1,5 @@
 """Drafters for transformers, vLLM and SGLang: round trips, and planted faults."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """GGUF exports with a stand-in for llama.cpp's converter."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

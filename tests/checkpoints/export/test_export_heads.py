@@ -4,8 +4,6 @@ A rule here is a function that finds the heads in a folder as that engine's load
 plain torch. Letters: K heads, L residual blocks, V vocabulary, D hidden, B hidden states.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

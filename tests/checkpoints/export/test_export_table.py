@@ -1,7 +1,5 @@
 """Exported tables, loaded and queried as by vLLM."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Prediction heads: names, initial weights, stacked evaluation, and files."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

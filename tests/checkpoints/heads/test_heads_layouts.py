@@ -1,7 +1,5 @@
 """Heads in the layouts published by FasterDecoding, and refusals."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Push and pull with a stand-in for the hub: atomic commits, verified hashes, and no token in the output."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

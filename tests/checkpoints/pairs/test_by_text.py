@@ -1,7 +1,5 @@
 """A drafter with another tokenizer drafts by text: the output is the target's, and drafts are accepted."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Rows that a repair adds are never the most likely tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Pairs with one planted difference each, which must be found, judged, and repaired if possible."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

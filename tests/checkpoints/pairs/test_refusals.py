@@ -1,7 +1,5 @@
 """Errors of the doctor name the invalid files and numbers."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from pathlib import Path

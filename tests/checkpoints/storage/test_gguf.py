@@ -1,7 +1,5 @@
 """GGUF files as model folders: the tensors of the file's blocks, and llama.cpp's ids."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Parts of messages: system errors without numbers, and install commands."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Names of models: missing paths are reported at once, and an unreachable hub is queried once."""
 
-from __future__ import annotations
-
 import socket
 import threading
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Secrets of any form are redacted in files, cards and messages; other text is not."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

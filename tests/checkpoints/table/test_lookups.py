@@ -1,7 +1,5 @@
 """Lookups of a table compared with the formulas, with and without added counts."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

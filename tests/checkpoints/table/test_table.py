@@ -1,7 +1,5 @@
 """Bigram tables compared with a plain Counter: counts, files, statistics, and damaged files."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Files of tables compared with the safetensors library, in bounded memory."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Texts of a table: continuations of a context equal a full search."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

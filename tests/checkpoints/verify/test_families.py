@@ -1,7 +1,5 @@
 """Families that cannot decode are refused by their configuration before weights are read."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """All faults of an artifact are found, not only the first."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

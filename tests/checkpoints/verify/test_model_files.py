@@ -1,7 +1,5 @@
 """Models with pickled weights, an index to other folders, or an invalid configuration."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

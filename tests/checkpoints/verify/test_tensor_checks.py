@@ -1,7 +1,5 @@
 """Valid safetensors files with missing or other tensors."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Packed blocks, masks and the order of batches."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

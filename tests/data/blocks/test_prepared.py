@@ -1,7 +1,5 @@
 """Prepared blocks contain every document once with correct labels, and are written atomically."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Cleaning: each option with its count, consistent reports, and original exchanges."""
 
-from __future__ import annotations
-
 import json
 from itertools import pairwise
 from typing import Any

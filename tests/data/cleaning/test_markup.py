@@ -1,7 +1,5 @@
 """HTML and escaped Markdown: what is converted and what is left unchanged."""
 
-from __future__ import annotations
-
 import pytest
 from draftsmith.data.cleaning.markup import holds_html, html_to_markdown, unescape_markdown
 

@@ -1,7 +1,5 @@
 """Chat templates of tokenizers: the ids equal those of serving."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The linter finds every planted fault by name, and none in rendered conversations."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise

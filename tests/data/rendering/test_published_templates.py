@@ -1,7 +1,5 @@
 """Published chat templates compared with the rendering of transformers."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Sentencepiece tokenizers: ids for both values of `legacy`, and masks."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

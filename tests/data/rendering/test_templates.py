@@ -1,7 +1,5 @@
 """Masks, prompts and special tokens: only the assistant's text is supervised."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

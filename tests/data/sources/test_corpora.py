@@ -1,7 +1,5 @@
 """The registry of corpora, their rows, and the conversion of sources to dialogues and prompts."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from contextlib import suppress

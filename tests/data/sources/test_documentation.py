@@ -1,7 +1,5 @@
 """The corpus of installed packages' documentation: parsed without importing, reproducible, split without leaks."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Files in all formats: complete, damaged, in shards, and as a stream in constant memory."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import tracemalloc

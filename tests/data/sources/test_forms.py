@@ -1,7 +1,5 @@
 """Detection of the columns of a row, including null values and unknown forms."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Methods inside `model.generate`: supported settings give the same result, others are refused by name."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Every method on a CUDA device: the CPU's texts, and one synchronisation per step."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

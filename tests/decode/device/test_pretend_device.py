@@ -1,7 +1,5 @@
 """The pretended device refuses, counts and replays operations as a CUDA device does."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The script of the GPU benchmarks, run on a CPU with tiny shapes."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

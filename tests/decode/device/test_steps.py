@@ -4,8 +4,6 @@ A wait costs a GPU the time from the last kernel's end to the first one after it
 one wait have beams, whose one step is a whole text, and drafting by text.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Models for the tests of evaluation."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -4,8 +4,6 @@
 reads it as GPUs do, every 100 ms and late; RAPL is a tree of files that are written as time goes by.
 """
 
-from __future__ import annotations
-
 import bisect
 import math
 import sys

@@ -1,7 +1,5 @@
 """FLOPs of forwards, and of whole steps of every method."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

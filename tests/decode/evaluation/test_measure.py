@@ -1,7 +1,5 @@
 """Interleaved runs, resumption, and the rows of the results."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections import Counter

@@ -1,7 +1,5 @@
 """Bootstrap intervals, and the checks for impossible measurements."""
 
-from __future__ import annotations
-
 import math
 import re
 from typing import Any

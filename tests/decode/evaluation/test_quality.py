@@ -1,7 +1,5 @@
 """Perplexity compared with transformers' loss, ROUGE-L with known values, and near-ties."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable, Sequence

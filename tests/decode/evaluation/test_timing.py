@@ -1,7 +1,5 @@
 """Bounds and steadiness on a simulated clock that only forwards advance."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Traces compared with decoding without a trace."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

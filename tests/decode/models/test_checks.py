@@ -1,7 +1,5 @@
 """Self-checks of forwards: planted faults are found and correct models are accepted, in every number format."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

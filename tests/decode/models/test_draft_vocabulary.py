@@ -1,7 +1,5 @@
 """Draft vocabularies: their tokens, their logits and their file."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """EAGLE-3 heads: training and decoding compute the same as a plain implementation."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """All decoder families of transformers for which a tiny model can be built (`tests/bench/families.py`)."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

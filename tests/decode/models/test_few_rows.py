@@ -1,7 +1,5 @@
 """Skinny GEMM kernels in C: equal to the library's products, compiled once, and optional."""
 
-from __future__ import annotations
-
 import os
 import platform
 import shutil

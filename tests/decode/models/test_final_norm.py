@@ -3,8 +3,6 @@
 Shape letters: B batch, M and N tokens, K heads, D hidden, V vocabulary.
 """
 
-from __future__ import annotations
-
 import gc
 import threading
 import weakref

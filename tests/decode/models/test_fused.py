@@ -1,8 +1,6 @@
 """The kernels of Triton equal the plain operations, on a GPU or with TRITON_INTERPRET=1 in Triton's interpreter, which
 knows no products in bfloat16."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -6,8 +6,6 @@ repeat every number that came from the host. What only a device can show is mark
 Shape letters: B batch, M new tokens, D hidden, S cache slots.
 """
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Products of the optimised forward, and the weights that it stores."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 from typing import Any

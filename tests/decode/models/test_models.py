@@ -1,7 +1,5 @@
 """Model families: tree forwards equal plain forwards of each path, for unmodified models and ragged rows."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from contextlib import nullcontext

@@ -4,8 +4,6 @@ Sources differ in length, and rows of a batch accept different numbers of tokens
 padding go wrong unnoticed.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Sequence
 from functools import cache

@@ -7,8 +7,6 @@ continuation, must have the target's probability: 3^6 texts for each of three pa
 Shape letters: P pairs of models, E drafts, B = P E rows, K depth, V vocabulary, X texts.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 

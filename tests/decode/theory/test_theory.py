@@ -15,8 +15,6 @@ Shape letters: B batch, G grid, T positions, V vocabulary. In tables the last in
 the last token. Formulas name the target's distribution p and the drafter's q, as the verifiers do.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator
 

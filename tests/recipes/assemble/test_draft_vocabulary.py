@@ -1,7 +1,5 @@
 """Draft vocabularies of drafters and heads: trained, loaded, decoded with, exported."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path

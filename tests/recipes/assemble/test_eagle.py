@@ -1,7 +1,5 @@
 """EAGLE-3 recipes: trained on live and cached states, verified, and evaluated as a drafter."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Changed bytes of a target or of prepared data are detected before anything is trained or written."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Models to train: pruned, copied, frozen or adapted as configured, and saved as they were trained."""
 
-from __future__ import annotations
-
 import json
 import sys
 from importlib.util import find_spec

@@ -1,7 +1,5 @@
 """Parallel drafters (PARD): trained by a recipe, decoded with, exported."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

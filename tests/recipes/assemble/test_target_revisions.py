@@ -1,7 +1,5 @@
 """Targets with a revision, `user/name@revision`, behave as a folder with the same files."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The teacher cache, from the command line to training batches."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

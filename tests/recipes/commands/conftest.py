@@ -1,7 +1,5 @@
 """Signals during a command, and a program that stands in for vLLM."""
 
-from __future__ import annotations
-
 import os
 import signal
 import stat

@@ -1,7 +1,5 @@
 """The public functions of the package, on a tiny pair."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

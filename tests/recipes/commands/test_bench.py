@@ -1,7 +1,5 @@
 """Benchmarks of servers: a stand-in streams as vLLM and llama.cpp do, with the failures of servers."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """The command line: exit codes, one-line errors, and resumption."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Data commands: preparing, linting, mixtures and prompts by group."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace

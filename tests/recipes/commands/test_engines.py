@@ -1,7 +1,5 @@
 """`draftsmith bench --engine`: stand-ins for vLLM are started, queried and stopped."""
 
-from __future__ import annotations
-
 import json
 import re
 import signal

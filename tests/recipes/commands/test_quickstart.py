@@ -1,7 +1,5 @@
 """The recipe `realpair` with a tiny GGUF file inside an installed package."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

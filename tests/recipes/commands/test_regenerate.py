@@ -1,7 +1,5 @@
 """`regenerate` in this process and with servers, killed and resumed."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -3,8 +3,6 @@
 A file stands where a folder would have to be, which holds for every user, root too.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

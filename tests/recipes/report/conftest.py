@@ -1,7 +1,5 @@
 """Fixtures with an evaluation of two random models."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The report shows the measured values; comparisons equal plain loops."""
 
-from __future__ import annotations
-
 import copy
 import json
 import re

@@ -1,7 +1,5 @@
 """Loading of recipes: files, shipped ones, extended ones and overrides."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Errors of the recipe schema: each message names the key, both values, and the nearest valid name."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

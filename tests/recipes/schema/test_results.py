@@ -1,7 +1,5 @@
 """`results.json`: all written keys are documented, and a damaged file is refused with line and key."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

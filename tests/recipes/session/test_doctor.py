@@ -1,7 +1,5 @@
 """`draftsmith doctor TARGET DRAFTER`: its output, exit code, and sentencepiece tokenizers."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

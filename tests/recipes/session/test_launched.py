@@ -1,7 +1,5 @@
 """Recipes and commands in several launched processes: equal results and a common end."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

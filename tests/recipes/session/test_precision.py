@@ -1,7 +1,5 @@
 """`precision: auto` on CPUs with and without native bfloat16."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

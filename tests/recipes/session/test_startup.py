@@ -1,7 +1,5 @@
 """Commands that only read files start without slow imports."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Untrusted text on a terminal is printed as it is, without control sequences."""
 
-from __future__ import annotations
-
 import ast
 import json
 import unicodedata

@@ -1,7 +1,5 @@
 """The number of threads follows the idle cores."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The command recorded in artifacts, without secrets."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

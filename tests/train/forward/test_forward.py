@@ -1,7 +1,5 @@
 """Packed blocks under every attention kernel, including flash kernels and FlexAttention."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any

@@ -1,7 +1,5 @@
 """Encoder-decoders on packed blocks: answers have the loss of the model's own forward."""
 
-from __future__ import annotations
-
 from types import ModuleType
 from typing import Any
 

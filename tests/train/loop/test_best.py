@@ -1,7 +1,5 @@
 """`keep_best`: the weights with the best metric are kept, also in resumed runs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import ModuleType
 from typing import Any

@@ -1,7 +1,5 @@
 """Bad steps, failed workers and exhausted memory are reported, and the last checkpoint remains usable."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """The training loop in one process: exact sums, exact resumption, and clear ends."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import shutil

@@ -1,7 +1,5 @@
 """The loss of K heads equals that of K drafters, in bounded memory."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Iterable
 from typing import Any

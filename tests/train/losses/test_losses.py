@@ -1,7 +1,5 @@
 """Objectives and chunked losses equal autograd of their formulas, without the logits of a whole batch."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

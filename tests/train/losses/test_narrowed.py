@@ -1,7 +1,5 @@
 """Draft vocabularies in the losses."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from draftsmith.train.losses.chunks import IGNORED, DenseTeacher, SparseTeacher

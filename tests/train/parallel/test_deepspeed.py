@@ -4,8 +4,6 @@ Sums over two processes and over flat shards are rounded in another order than t
 by a few of its last bits (2e-7 each), after six steps by 1e-6 at most; ten times that is allowed.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

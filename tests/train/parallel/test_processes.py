@@ -1,7 +1,5 @@
 """Two processes give the results of one."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

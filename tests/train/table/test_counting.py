@@ -1,7 +1,5 @@
 """Counting in bounded memory compared with a plain Counter: split, spilled, killed and resumed."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import random

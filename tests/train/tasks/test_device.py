@@ -3,8 +3,6 @@
 What it waits for is which rows have labels: a loss computes no others. Of heads, each asks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any

@@ -1,7 +1,5 @@
 """Training of drafters on labels and teachers."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Training of EAGLE-3 heads."""
 
-from __future__ import annotations
-
 from types import ModuleType
 from typing import Any
 

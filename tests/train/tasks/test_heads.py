@@ -1,7 +1,5 @@
 """Training of prediction heads on a frozen target."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import ModuleType
 from typing import Any

@@ -1,7 +1,5 @@
 """Joint training of a target and its heads: stages, losses and checkpoints."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from types import ModuleType

@@ -1,7 +1,5 @@
 """On-policy responses: rows, positions, probabilities, and independence of the number of processes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType

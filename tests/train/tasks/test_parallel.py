@@ -1,7 +1,5 @@
 """PARD: mask tokens of packed blocks have the context of parallel drafting and learn the target's distributions."""
 
-from __future__ import annotations
-
 from types import ModuleType
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Cached hidden states equal those that the target computes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import ModuleType
 from typing import Any

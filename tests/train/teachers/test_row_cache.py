@@ -1,7 +1,5 @@
 """Caches of a target's outputs: written by files, interrupted, damaged and repaired."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable

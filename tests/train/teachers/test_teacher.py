@@ -1,7 +1,5 @@
 """Teachers in this process, and from a cache of the most likely tokens."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable

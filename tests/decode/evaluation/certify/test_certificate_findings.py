@@ -3,8 +3,6 @@
 Shape letters: B batch, N tree nodes, T tokens, V vocabulary, X new tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Every lossless method is certified, and no method with a planted fault is."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

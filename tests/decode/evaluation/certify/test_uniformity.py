@@ -3,8 +3,6 @@
 Shape letters: X tokens, V vocabulary.
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Agreement on given texts compared with plain forwards, and the findings of the stages."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The tuner, its search space, and the plan of `forge`, on given measurements."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any

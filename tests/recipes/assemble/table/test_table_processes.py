@@ -1,7 +1,5 @@
 """Table recipes in one or several processes, killed, stopped and resumed, always give the identical file."""
 
-from __future__ import annotations
-
 import json
 import random
 import signal

@@ -1,7 +1,5 @@
 """Table recipes: counts of each process and refusals, compared with counts by hand."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """`draftsmith show`, and `draftsmith doctor ARTIFACT`."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`draftsmith export`: its output, and its errors."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """SERVING.md of every format, with targets and folders whose names must be quoted."""
 
-from __future__ import annotations
-
 import ast
 import json
 import os

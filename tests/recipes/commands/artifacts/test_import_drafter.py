@@ -1,7 +1,5 @@
 """`draftsmith import` of drafters, and the doctor over LoRA adapters."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`draftsmith import` of published heads: they become an artifact that is checked and decodes."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Published forms of EAGLE-3 heads compute the same as ours, and the doctor finds their faults."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """`draftsmith push` and `draftsmith import`: dry runs, uploads, and results of other files."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -3,8 +3,6 @@
 Shape letters: V vocabulary, D hidden, S states.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Callable

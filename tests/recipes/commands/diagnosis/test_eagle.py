@@ -1,8 +1,6 @@
 """Wrongly trained or saved EAGLE-3 heads are diagnosed. The heads overfit the target's answers to a few prompts, so
 that every fault costs most of their acceptance."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import dataclass

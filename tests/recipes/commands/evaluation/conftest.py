@@ -1,7 +1,5 @@
 """Fixtures with a target and a drafter on disk, and an evaluation of them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`draftsmith certify`: certificates of recipes and artifacts, and exit codes."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess

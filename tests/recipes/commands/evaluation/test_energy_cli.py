@@ -1,7 +1,5 @@
 """Energy of an evaluation with a processor of constant power."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from functools import partial

@@ -1,7 +1,5 @@
 """Evaluation: heads of every form, artifacts without a recipe, prompts, what people see."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import subprocess

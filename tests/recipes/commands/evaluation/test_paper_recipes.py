@@ -1,7 +1,5 @@
 """Recipes of the papers' tables: their rows can be built and run, and have the labels that claims name."""
 
-from __future__ import annotations
-
 import re
 import sys
 from argparse import Namespace

@@ -1,7 +1,5 @@
 """Errors before decoding: each message names the option, and both numbers or files."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Interrupted evaluations resume with their finished runs; runs of other evaluations are not used."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import signal

@@ -1,7 +1,5 @@
 """Rows of an evaluation: the default ones, all, or named ones, with their baselines."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`draftsmith tune`: rounds of evaluations, their files, and refusals."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

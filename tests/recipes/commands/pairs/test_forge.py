@@ -1,7 +1,5 @@
 """`forge`: decisions in known situations, resumption, and results."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import random

@@ -1,7 +1,5 @@
 """`train --plan` compared with the files, steps, parameters, memory and time of the training."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections import namedtuple

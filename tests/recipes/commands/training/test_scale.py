@@ -1,7 +1,5 @@
 """The shipped launch settings are valid for accelerate, and those that run on CPUs give the same drafter."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,8 +1,6 @@
 """Every shipped training recipe takes a few steps with tiny models of the same families, and gives a usable
 artifact."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Training of drafters from recipes: trackers, bad data and early errors."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re
