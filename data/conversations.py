@@ -95,7 +95,12 @@ class Prompt:
     references: tuple[str, ...] = ()
 
     def follow_up(self, number: int, answer: str) -> Prompt:
-        """Return the prompt of the first follow-up, which is question `number`, after `answer`."""
+        """Return the prompt that appends an answer and the first follow-up question.
+
+        Args:
+            number: Number of that question in the conversation, at least 2. It becomes the suffix of the prompt's id.
+            answer: Answer to the last question of this prompt.
+        """
         first, *later = self.follow_ups
         turns = (*self.turns, Turn("assistant", answer), Turn("user", first.question))
         name = f"{self.id.rpartition('#')[0] if number > 2 else self.id}#{number}"

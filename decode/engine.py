@@ -1,7 +1,7 @@
-"""Decoding loop of all methods: propose, score, verify, commit. It handles token ids only and reads no clock.
+"""Decoding loop of all methods: propose, score, verify, commit. It operates on token ids and measures no time.
 
 Shape letters: B batch, N tree nodes, M nodes that have children, K depth, S buffer slots, V vocabulary, D hidden size,
-G width of a row of hidden states with its auxiliary hidden states.
+G size of a token's auxiliary hidden states, with or without the last hidden state.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ Chain = Literal["token", "block"]
 
 
 def _exact(proposer: Proposer, sampling: Sampling, verifier: Verifier) -> Method:
-    """Return a method that verifies with `GreedyMatch` at temperature 0 and with `verifier` above."""
+    """Return a method that verifies with `GreedyMatch` at temperature 0, and with `verifier` otherwise."""
     return Method(proposer, GreedyMatch() if sampling.greedy else verifier)
 
 

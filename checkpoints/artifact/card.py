@@ -1,6 +1,6 @@
-"""Model card (README.md) of an artifact, rendered from its manifest and from evidence by `card.md.j2`.
+"""Model card (README.md) of an artifact, rendered from its manifest and `Evidence` with `card.md.j2`.
 
-The template escapes all texts and removes local folders.
+The template escapes Markdown in all texts and removes local paths.
 """
 
 import re

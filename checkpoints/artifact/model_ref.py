@@ -68,7 +68,7 @@ def resolve_model(source: str, path: str | None = None) -> ModelRef:
 
 
 def source_hash(source: str) -> Any:
-    """Return the hash of a model or an artifact, otherwise those of a file or of all files in a folder."""
+    """Return the hash of a model or an artifact; for other sources, the path and hash of each file."""
     folder = Path(source)
     if any((folder / name).is_file() for name in (MANIFEST_FILE, CONFIG_FILE)):
         return resolve_model(source).sha256

@@ -41,7 +41,10 @@ class Source:
 
 @dataclass(frozen=True)
 class ExportOptions:
-    """Options of an export. A format takes those that it names; others are refused."""
+    """Options of an export.
+
+    `Format.options` lists the options that a format accepts. Any other option raises ValueError.
+    """
 
     target: str | None = None
     """Folder or hub id of the target to serve it with (default: the one in the manifest)."""

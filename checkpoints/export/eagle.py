@@ -36,7 +36,10 @@ def _write(source: Source, folder: Path, options: ExportOptions) -> None:
 
 
 def check_eagle(source: Source, options: ExportOptions, readers: Collection[str]) -> list[str]:
-    """Return a line per engine on how it reads EAGLE-3 heads. Raises ValueError if one refuses them."""
+    """Check that engines support EAGLE-3 heads with their target, and return one line per engine.
+
+    Raises ValueError if an engine does not support them.
+    """
     target = needed_target(source, options, "the number of its layers is required")
     diagnosis = examine_eagle(read_model_info(target, load_tokenizer), str(source.folder), source.folder)
     lines = []

@@ -206,7 +206,7 @@ def _compare_heads(source: Source, folder: Path, options: ExportOptions) -> list
     field = written.get_field("eagle3.target_layers")
     layers = None if field is None else [int(layer) for layer in field.contents()]
     if layers != list(heads.layers):
-        raise ValueError(f"{path} reads the target's layers {layers}, expected {list(heads.layers)}")
+        raise ValueError(f"{path}: eagle3.target_layers must be {list(heads.layers)}, got {layers}")
     tensors = {tensor.name: tensor for tensor in written.tensors}
     lines = [f"the layers of the target are {', '.join(map(str, heads.layers))}"]
     if heads.proposed is not None:

@@ -152,7 +152,7 @@ class EagleHeads(nn.Module):
         return self._attached[0]
 
     def projection(self, step: int = 0) -> Tensor:
-        """Return the output rows [R, D] of the draft vocabulary."""
+        """Return the output projection [R, D] of the draft vocabulary, which is the same for every step."""
         assert self._attached is not None, "call heads.attach with the target's weights first"
         return self._attached[1]
 

@@ -33,10 +33,11 @@ def is_published_eagle(directory: Path) -> bool:
 
 
 def trained_layers(config: Mapping[str, Any], count: int) -> list[int]:
-    """Return the layers (by their inputs) that heads of a published config were trained on, for a target of `count`.
+    """Return the target layers whose inputs published heads read, for a target with `count` layers.
 
-    These are the ids at the top level, else those in `eagle_config`, which count as SGLang does, else the default of
-    engines. Raises ValueError if ids are invalid.
+    The ids are read from the top level of the config, or else from `eagle_config`. The ids in `eagle_config` follow
+    SGLang's convention of counting the outputs of layers, so they are increased by one. Without ids, the default of
+    the serving engines applies. Raises ValueError if ids are invalid.
     """
     nested = (config.get("eagle_config") or {}).get(LAYER_IDS)
     named = config.get(LAYER_IDS) or (nested and [layer + 1 for layer in nested if type(layer) is int])

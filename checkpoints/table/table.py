@@ -110,7 +110,7 @@ class BigramTable:
         return cls(*map(torch.from_numpy, parts))
 
     def save(self, directory: Path) -> None:
-        """Write `table.safetensors` and the texts into a directory."""
+        """Write `table.safetensors` and, if there are any, the sampled texts to a directory."""
         if self.texts is not None:
             self.texts.save(directory)
         keys_E = (self.rows_of(0, self.vocab_size) * self.vocab_size + self.col).numpy()

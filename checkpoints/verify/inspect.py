@@ -1,4 +1,4 @@
-"""Inspection of artifacts: files, tensors by their headers' names and shapes, and values that are not finite."""
+"""Checks of artifacts: files, tensor names and shapes in the safetensors headers, and non-finite values."""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""Encoding of pieces of text whose concatenated ids are those of the concatenated text.
+"""Tokenization of text in pieces, such that the concatenated ids equal those of the whole text.
 
 Some sentencepiece models add a space ("▁") before a text, depending on what precedes it (transformers' `legacy` and
-`add_prefix_space`), so every piece is encoded with what precedes it (`After`). Letters: T tokens.
+`add_prefix_space`). The encoding of a piece therefore depends on the kind of text before it (`After`).
+
+Letters: T tokens.
 """
 
 from collections.abc import Callable, Sequence
@@ -59,9 +61,9 @@ def first_token(text: str, tokenizer: Any) -> tuple[int, int]:
 
 
 class PieceEncoder:
-    """Encoder of pieces as plain text, in which special-token strings stay text.
+    """Encoder of pieces of text, which treats the strings of special tokens as ordinary text.
 
-    With `own` it uses a copy of the tokenizer, so that another thread may use the original.
+    If `own` is True, it copies the tokenizer's backend, so that another thread can use the original.
     """
 
     def __init__(self, tokenizer: Any, *, own: bool = False) -> None:
@@ -107,7 +109,7 @@ class PieceEncoder:
         return ids[1:]
 
     def _encode_raw(self, texts: list[str]) -> list[np.ndarray]:
-        """Return the ids int32 of each text as at the start of a document, without special tokens."""
+        """Return the token ids (int32) of each text at the start of a document, without special tokens."""
         if not texts:
             return []
         if self._pieces is not None and len(texts) > 1:

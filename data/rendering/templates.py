@@ -53,7 +53,10 @@ class Template:
     """True if the chat template reads messages as lists of parts, as those of multimodal models do."""
 
     def messages(self, turns: Sequence[Turn]) -> tuple[str | None, list[str], list[str]]:
-        """Return system text, questions and answers of turns [system], user, assistant, …, stripped as configured."""
+        """Split a conversation into its system text, questions and answers, and strip them as configured.
+
+        The turns are an optional system turn, followed by alternating user and assistant turns.
+        """
         system = turns[0].text if turns and turns[0].role == "system" else None
         texts = [turn.text for turn in (turns if system is None else turns[1:])]
         questions, answers = texts[::2], texts[1::2]

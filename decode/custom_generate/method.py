@@ -176,7 +176,8 @@ class _Drafter:
         drafter = _scorer(self.model, "drafter", None)
         check_same_vocabulary(target, drafter, "drafter")
         if drafter.device != target.device:
-            raise ValueError(f"the drafter is on {drafter.device}, but the target is on {target.device}: move one")
+            devices = f"the drafter is on {drafter.device}, but the target is on {target.device}"
+            raise ValueError(f"{devices}: move both to the same device")
         return drafter
 
 

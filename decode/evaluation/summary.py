@@ -244,7 +244,7 @@ class Summariser:
 
 
 def count_identical(run: Run, base: Run) -> list[int]:
-    """Return the number of prompts with exactly the baseline's tokens, and of all prompts."""
+    """Return the number of prompts whose output is identical to the baseline's, and the total number of prompts."""
     return [sum(ids == base_ids for ids, base_ids in zip(run.ids, base.ids, strict=True)), len(base.ids)]
 
 

@@ -18,7 +18,10 @@ from .products.product import Product, is_int8, rounded
 
 
 class EagleDrafter(LeanDecoder):
-    """Drafter from heads that hold the weights of their target (`EagleHeads.attach`), which are read once."""
+    """EAGLE-3 drafter for heads with attached target weights (see `EagleHeads.attach`).
+
+    The weights are read once, so create a new drafter after changing them.
+    """
 
     def __init__(self, heads: EagleHeads) -> None:
         self.states, self.required_aux_layers = "before-norm", heads.layers

@@ -86,11 +86,14 @@ def tolerances_of(model: Any) -> tuple[float, float]:
 def check_close(
     actual_XV: Tensor, expected_XV: Tensor, model: Any, what: str, tolerance: float, noise: Callable[[], float] = float
 ) -> None:
-    """Raise ValueError if logits are not finite, or differ by more than `tolerance` (`relative_rms`) and `noise()`."""
+    """Raise ValueError if logits are not finite, or if their `relative_rms` exceeds the tolerance.
+
+    The tolerance is the maximum of `tolerance` and `noise()`.
+    """
     check_finite(torch.stack((expected_XV, actual_XV)), model)
     difference = relative_rms(actual_XV, expected_XV)
     if not difference <= tolerance and not difference <= (tolerance := max(tolerance, noise())):
-        raise ValueError(f"{what} by {difference:.2g} of their spread (at most {tolerance:.1g} is allowed)")
+        raise ValueError(f"{what} (relative RMS difference {difference:.2g}, tolerance {tolerance:.1g})")
 
 
 def relative_rms(actual_XV: Tensor, expected_XV: Tensor) -> float:

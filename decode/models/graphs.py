@@ -44,7 +44,10 @@ class Capture(Protocol):
         """Run the function in the way it will be captured, as the first call of a shape."""
 
     def capture(self, run: Callable[[], Found]) -> Callable[[], Found]:
-        """Return a replay of the function without running it. Replays return the same tensors with new content."""
+        """Capture the function without running it, and return a callable that replays it.
+
+        Every replay returns the same tensors with new content.
+        """
 
 
 class CudaGraphs:
@@ -115,7 +118,7 @@ class _Shape(_Replayed):
     """
 
     def __init__(self, model: LanguageModel, cache: KVCache, count: int, tree_width: int, end: int) -> None:
-        """Create the buffers. `tree_width` is W, or 0 for a chain, which uses count + 2."""
+        """Create the buffers. `tree_width` is W for a tree; pass 0 for a chain, where W is `count` + 2."""
         super().__init__()
         self._model, self._cache, self._end = model, cache, end
         width = tree_width or count + 2
@@ -347,6 +350,9 @@ def _set_first(first_B: Tensor, cache: KVCache, start: int) -> None:
 
 
 def round_up(slots: int, stride: int) -> int:
-    """Return the smallest size for `slots`, a multiple of `stride` and of a quarter of the power of two below."""
+    """Round a number of slots up to a multiple of `stride`, or of a larger step for many slots.
+
+    The step is a quarter of the largest power of two up to `slots`, if that exceeds `stride`.
+    """
     stride = max(stride, 1 << max(0, slots.bit_length() - 3))
     return -(-slots // stride) * stride

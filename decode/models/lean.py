@@ -404,7 +404,10 @@ class LeanDecoder(LanguageModel):
         return product(self._norm(hidden_XD, weight_D))
 
     def _read_apart(self, hidden_XD: Tensor) -> Tensor | None:
-        """Return the first layer's queries, keys and values if they depend on more than its input, else None."""
+        """Return the first layer's queries, keys and values if they require a separate computation, else None.
+
+        In EAGLE-3 heads, for example, they also depend on the token embeddings.
+        """
         return None
 
     def logits(self, hidden_XD: Tensor) -> Tensor:

@@ -16,7 +16,10 @@ from .draft_state import DraftState, own_path
 
 
 class _Beam(Proposer):
-    """Base class of proposers of the best beam as a chain, whose nodes have other indices in the model's cache."""
+    """Base class of proposers that propose the best beam as a chain.
+
+    `_nodes_BN` contains the index of each node of the chain in the tree of all beams, which the model's cache stores.
+    """
 
     _state: DraftState
     _nodes_BN: Tensor

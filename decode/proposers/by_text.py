@@ -35,7 +35,8 @@ class TextChain(Proposer):
     def start(self, context: Context) -> None:
         if self.drafter.device != context.target.device:
             raise ValueError(
-                f"the drafter is on {self.drafter.device}, but the target is on {context.target.device}: move one"
+                f"the drafter is on {self.drafter.device}, but the target is on {context.target.device}: "
+                "move both to the same device"
             )
         prompts = [self._translation.to_drafter(prompt) for prompt in context.prompts]
         ids, self._cache = self.drafter.begin(prompts, _SLOTS * context.limits.max_new_tokens + self.gamma)

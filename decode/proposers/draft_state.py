@@ -33,7 +33,8 @@ class DraftState:
         check_same_vocabulary(context.target, model, "drafter")
         if model.device != context.target.device:
             raise ValueError(
-                f"the drafter is on {model.device}, but the target is on {context.target.device}: move one"
+                f"the drafter is on {model.device}, but the target is on {context.target.device}: "
+                "move both to the same device"
             )
         self.model = model
         longest = max(context.lengths) + context.limits.max_new_tokens
@@ -166,9 +167,15 @@ class DrafterProposer(Proposer):
 
 
 def own_path(nodes_BN: Tensor, path_BK: Tensor, accepted_B: Tensor) -> Tensor:
-    """Return the path of a verdict in the drafter's numbering, [B, K], given the drafter's node of each proposal node.
+    """Convert the accepted path of a verdict from nodes of the proposal to nodes of the drafter's tree.
 
-    Rejected columns keep their own number, as `KVCache.move_to_front` requires.
+    Args:
+        nodes_BN: Node of the drafter's tree for each node of the proposal.
+        path_BK: Path of the verdict, as nodes of the proposal.
+        accepted_B: Number of accepted nodes per row.
+
+    Returns:
+        Path [B, K]. Rejected columns contain their own number, from 1, as `KVCache.move_to_front` requires.
     """
     position_K = torch.arange(1, path_BK.shape[1] + 1, device=path_BK.device)
     valid_BK = path_BK.clamp(max=nodes_BN.shape[1] - 1)

@@ -1,4 +1,4 @@
-"""Lossy verifiers, which change the target's distribution to gain speed or likelier text.
+"""Lossy verifiers, which change the target's distribution for higher speed or text of higher likelihood.
 
 In formulas p is the target's and q the drafter's warped distribution, as in the multi-candidate paper (arXiv
 2401.06706).

@@ -11,7 +11,10 @@ from ..tree import Tree
 
 
 def remove_token(draft_BV: Tensor, token_B1: Tensor, exists_B1: Tensor) -> tuple[Tensor, Tensor]:
-    """Return q without a sampled token, where `exists_B1`, and the remaining mass [B, 1] of q."""
+    """Set the probability of a sampled token to 0, and return q and its remaining mass [B, 1].
+
+    Rows in which `exists_B1` is False are unchanged.
+    """
     draft_BV = draft_BV.scatter(1, token_B1, torch.where(exists_B1, 0.0, draft_BV.gather(1, token_B1)))
     return draft_BV, draft_BV.sum(1, keepdim=True)
 

@@ -150,8 +150,9 @@ def new_model(config: Any, attention: str | None) -> PreTrainedModel:
 
 
 def cut_layers(model: PreTrainedModel, layers: list[int], name: str, attention: str | None = None) -> PreTrainedModel:
-    """Return a new model with some `layers` of a model, ascending indices from 0, on both sides of an encoder-decoder.
+    """Return a new model that contains only the given layers of a model.
 
+    `layers` are ascending indices from 0. They apply to both the encoder and the decoder of an encoder-decoder.
     Raises ValueError if a layer does not exist, or if the layers are not stored in one list per stack.
     """
     config = model.config
@@ -161,7 +162,10 @@ def cut_layers(model: PreTrainedModel, layers: list[int], name: str, attention: 
         raise ValueError(f"`layers` must be in 0 to {count - 1} for {name}, got {layers[-1]}")
     prefixes = _layer_lists(model, set(depths.values()))
     if len(prefixes) != len(depths):
-        raise ValueError(f"{name} ({config.model_type}) has {len(prefixes)} lists of layers and cannot be cut")
+        raise ValueError(
+            f"`layers` is not supported for {name} ({config.model_type}): expected {len(depths)} lists of layers, "
+            f"found {len(prefixes)}"
+        )
     settings = config.to_dict()
     for key, value in settings.items():
         if isinstance(value, list) and "layer" in key and len(value) in depths.values():

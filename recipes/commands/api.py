@@ -32,10 +32,14 @@ class Generation(NamedTuple):
 def load_pair(
     target: str, drafter: str | None = None, heads: str | None = None, table: str | None = None, **settings: Any
 ) -> LoadedPair:
-    """Load a target and the artifacts that draft for it, from directories or the hub.
+    """Load a target and its drafter, heads and bigram table from directories or the hub.
 
-    A drafter is a draft model or EAGLE-3 heads; `heads` are those of Medusa or SLiM. `settings` are keys of the
-    evaluation recipe, such as `dtype="int8"` or `device="cpu"`.
+    Args:
+        target: Directory or hub id of the target.
+        drafter: Directory or hub id of a draft model or of EAGLE-3 heads.
+        heads: Directory or hub id of Medusa or SLiM heads.
+        table: Directory or hub id of a bigram table.
+        **settings: Keys of the evaluation recipe, such as `dtype="int8"` or `device="cpu"`.
     """
     values = {"target": target, "drafter": drafter, "heads": heads, "table": table, **settings}
     return open_recipe(evaluate_recipe(None, [], values, "load_pair", ["autoregressive"]))

@@ -55,7 +55,7 @@ def quickstart(
     overrides: Overrides = None,
     recipe: Annotated[str, typer.Option(help="Recipe file or name: quickstart or realpair.")] = "quickstart",
     minutes: Annotated[float | None, typer.Option(help="Time budget on two cores in minutes (default: 8).")] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of corpus, weights and order (default: 0).")] = None,
+    seed: Annotated[int | None, typer.Option(help="Random seed for data and weights (default: 0).")] = None,
     out: Annotated[str | None, typer.Option(help="Output directory (default: runs/quickstart).")] = None,
 ) -> None:
     """Train and measure a small target/drafter pair offline.
@@ -81,7 +81,7 @@ def forge(
     hours: Annotated[float | None, typer.Option(help="Time budget in hours (default: 2).")] = None,
     more_hours: Annotated[float | None, typer.Option(help="Additional hours to train the chosen drafter.")] = None,
     prompts: Annotated[list[str] | None, typer.Option(help="JSONL file with prompts of your workload.")] = None,
-    drafter: Annotated[list[str] | None, typer.Option(help="Existing drafter to include; repeat for more.")] = None,
+    drafter: Annotated[list[str] | None, typer.Option(help="Existing drafter to include (repeatable).")] = None,
     batch: Annotated[str | None, typer.Option(help="Batch sizes to optimise for, such as 1,8 (default: 1).")] = None,
     temperature: Annotated[
         str | None, typer.Option(help="Temperatures to optimise for, such as 0,1 (default: 0).")
@@ -194,7 +194,9 @@ for _command in (evaluate, bench, certify, tune, report, doctor, export, push, s
 
 @app.command("import")
 def import_(
-    source: Annotated[str, typer.Argument(help="Directory or hub id of a model, LoRA adapter or heads; a GGUF file.")],
+    source: Annotated[
+        str, typer.Argument(help="Directory or hub id of a model, a LoRA adapter or heads, or a GGUF file.")
+    ],
     out: Annotated[Path, typer.Option(help="Output directory.")],
     target: Annotated[str | None, typer.Option(help="Target model (default: the one that the heads name).")] = None,
     unpickle: Annotated[
@@ -204,7 +206,8 @@ def import_(
     dtype: Annotated[
         str | None,
         typer.Option(
-            help="Type of a GGUF file's weights: float32, bfloat16, float16 (default: bfloat16 if it is quantised)."
+            help="Data type for the weights of a GGUF file: float32, bfloat16 or float16 (default: bfloat16 if the "
+            "file is quantised or contains bfloat16, else float32)."
         ),
     ] = None,
 ) -> None:

@@ -35,7 +35,7 @@ RecipeOrTarget = Annotated[str | None, typer.Argument(help="Recipe file or name;
 Target = Annotated[str | None, typer.Option(help="Directory or hub id of the target.")]
 ResultsFile = Annotated[str | None, typer.Option(help="Results file (.json).")]
 Methods = Annotated[
-    list[str] | None, typer.Option("--method", help="Method or label; repeat for more. Methods: {methods}.")
+    list[str] | None, typer.Option("--method", help="Method, or label in the recipe (repeatable). Methods: {methods}.")
 ]
 Concurrency = Annotated[str | None, typer.Option(help="Numbers of requests in flight, such as 1,8 (default: 1).")]
 EngineName = Annotated[str | None, typer.Option(help="Tune an export in this engine: vllm, sglang, llama.cpp.")]
@@ -113,15 +113,19 @@ def bench(
     serve: Annotated[
         bool, typer.Option("--serve", help="With --engine: only start it, and keep it running until Ctrl-C.")
     ] = False,
-    target: Annotated[str | None, typer.Option(help="With --engine: target model (default: the export's).")] = None,
+    target: Annotated[
+        str | None, typer.Option(help="With --engine: target model (default: the one named in the export).")
+    ] = None,
     speculative_tokens: Annotated[
-        int | None, typer.Option(min=1, max=64, help="With --engine: draft tokens per step (default: the export's).")
+        int | None, typer.Option(min=1, max=64, help="With --engine: draft tokens per step (default: from the export).")
     ] = None,
     port: Annotated[
         int, typer.Option(min=1, max=65534, help="With --engine: first of two ports (default: 8000).")
     ] = 8000,
     engine_options: EngineOptions = "",
-    prompts: Annotated[str | None, typer.Option(help="Known prompt set, file, folder or hub id.")] = None,
+    prompts: Annotated[
+        str | None, typer.Option(help="Prompt set such as spec-bench, or a file, directory or hub id.")
+    ] = None,
     concurrency: Concurrency = None,
     out: ResultsFile = None,
 ) -> None:
@@ -179,8 +183,9 @@ def tune(
 ) -> None:
     """Find the fastest settings of each method.
 
-    All settings are measured on a few prompts, and the fastest on more. Example: `tune --target T --drafter D --method
-    speculative`. With --engine, find the best number of draft tokens under each load. An interrupted run resumes.
+    Every setting is measured on a few prompts, and the fastest settings are measured again on more prompts. With
+    --engine, the command finds the best number of draft tokens for each concurrency. An interrupted run resumes.
+    Example: `tune --target T --drafter D --method speculative`.
     """
     if engine is not None:
         from .serving.engines import commands_of, engine_recipe
@@ -202,7 +207,7 @@ def tune(
 
 def report(
     results: Annotated[list[Path], typer.Argument(help="Results files; the others are compared with the first.")],
-    out: Annotated[Path | None, typer.Option(help="Page to write (default: report.html next to the first).")] = None,
+    out: Annotated[Path | None, typer.Option(help="HTML file (default: report.html next to the first file).")] = None,
 ) -> None:
     """Write results as one HTML page, and compare files.
 

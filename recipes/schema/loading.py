@@ -169,7 +169,7 @@ def load_recipe(
     options: Mapping[str, Any] | None = None,
     kinds: Sequence[str] = tuple(RECIPES),
 ) -> Recipe:
-    """Return a checked recipe by file or name of a shipped recipe; see `parse_recipe`."""
+    """Load and validate a recipe, given its file or the name of a shipped recipe; see `parse_recipe`."""
     path = find_recipe(name)
     return parse_recipe(read_extended(path), str(path), overrides, options=options, kinds=kinds)
 

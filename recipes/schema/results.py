@@ -67,7 +67,7 @@ class LoadRow(Row):
 
 
 class Results(_Checked):
-    """Common part of both files of results."""
+    """Base schema of the results files of `draftsmith evaluate` and `draftsmith bench`."""
 
     kind: str
     created: str

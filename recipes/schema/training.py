@@ -54,7 +54,10 @@ class LoraSection(Section):
 
 
 class VocabularySection(Section):
-    """Draft vocabulary: a smaller output layer, which is most of a small drafter's cost. Every method stays exact."""
+    """Draft vocabulary, which reduces the size of the drafter's output layer.
+
+    In small drafters, this layer accounts for most of the cost. Lossless methods remain lossless.
+    """
 
     tokens: int = Field(ge=1)
     """Number of tokens that can be drafted: the most frequent supervised tokens of the data. Other tokens are read but

@@ -133,7 +133,7 @@ def main() -> None:
     for name, (kind, more) in sorted(rows.items())[: 10 if arguments.quick else None]:
         with silence_transformers(), warnings.catch_warnings(action="ignore"):
             done, why = try_family(kind, more)
-        reasons[re.sub(r" by [\d.e-]+ of their spread.*", "", why.replace(repr(kind), "…"))].append(name)
+        reasons[re.sub(r" \(relative RMS difference.*", "", why.replace(repr(kind), "…"))].append(name)
         counts["families"] += bool(done)
         if done:
             print(f"| {name} | {' | '.join('yes' if ok else 'no' for ok in done.values())} |", flush=True)

@@ -106,7 +106,10 @@ class PackedForward(BaseForward):
         return captured[0].reshape(*batch.tokens_BT.shape, -1)
 
     def after_norm(self, states_XD: Tensor) -> Tensor:
-        """Return last hidden states [..., D], given states of `hidden`: apply the final norm if needed."""
+        """Return the post-norm hidden states [..., D] of the last layer, given the output of `hidden`.
+
+        The final norm is applied if `hidden` returns pre-norm hidden states.
+        """
         if self._layers:
             return states_XD[..., -self.config.hidden_size :]
         return states_XD if self._norm is None else self._norm(states_XD.to(self.model.dtype))

@@ -214,7 +214,12 @@ class _Run:
         return line
 
     def _read_batch(self, step: int) -> tuple[Batch, Tensor, int]:
-        """Return this process's rows of a step by micro steps, and the counts and tokens of the global batch."""
+        """Load this process's rows of the global batch of a step.
+
+        Returns:
+            The rows in the order of the micro steps, the supervised positions of the global batch as counted by
+            `Task.count` (at least 1 each), and the number of its tokens without padding.
+        """
         config, rank = self.config, self.accelerator.process_index
         indices, global_rows = self.data.step_batch(step, config.global_batch, config.seed)
         self.blocks = indices.tolist()

@@ -105,7 +105,7 @@ def narrow_vocabulary(
 
 
 def map_labels(ids: Tensor, vocab: int, labels: Tensor) -> Tensor:
-    """Return labels of any shape as indices into `ids`; −100 for all others."""
+    """Map labels of any shape to their indices in `ids`. Labels that are not in `ids` become -100."""
     index_V = torch.full((vocab,), IGNORED, device=ids.device)
     index_V[ids] = torch.arange(len(ids), device=ids.device)
     return torch.where(labels == IGNORED, IGNORED, index_V[labels.clamp(min=0)])

@@ -95,7 +95,7 @@ def configure(accelerator: Any, config: FitConfig, micro_steps: int) -> None:
             raise ValueError(f"DeepSpeed's configuration sets {name!r}, which the recipe determines: remove it")
     for part in ("offload_optimizer", "offload_param"):
         if zero.get(part, {}).get("device") == "nvme":
-            raise ValueError(f"{part} to nvme is not supported: offload to cpu")
+            raise ValueError(f"DeepSpeed's {part}.device nvme is not supported: set it to cpu")
     settings |= {
         "train_micro_batch_size_per_gpu": config.micro_batch,
         "gradient_accumulation_steps": micro_steps,

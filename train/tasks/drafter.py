@@ -67,8 +67,8 @@ class DrafterModule(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Return the sum of the objective over supervised positions (float32) and their number (int64); see `Batch`.
 
-        In parallel drafting, mask tokens count in the mean, which is multiplied by the number of other supervised
-        positions.
+        In parallel drafting, the returned number excludes mask tokens. The returned sum is this number times the mean
+        objective over all supervised positions, including mask tokens.
         """
         batch = Batch(tokens_BT, labels_BT, positions_BT, documents_BT)
         weights = weights_at(self._weights, self.progress)

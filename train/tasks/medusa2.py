@@ -133,7 +133,8 @@ class Medusa2Task(HeadsTask):
     """Task that trains heads and the adapters of `target`; see `HeadsTask` and `Medusa2`.
 
     Evaluation adds the target's `base_loss` (nats per token) and `base_overlap`, Σ min(p, q) with the original target.
-    Raises ValueError as `HeadsTask`, if the target has no trained parameters, or if its projection has an adapter.
+    Raises ValueError for the same reasons as `HeadsTask`, if the target has no trainable parameters, or if its output
+    projection has an adapter.
     """
 
     def __init__(

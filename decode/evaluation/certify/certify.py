@@ -58,7 +58,10 @@ _LENGTH, _MAX_CONTINUATIONS = 3, 1000  # joint laws are tested if all continuati
 
 @dataclass(frozen=True)
 class Plan:
-    """Amount of text and significance level. Raises ValueError for less than one token or row."""
+    """Test plan: number of tokens, significance level, batch size and seed.
+
+    Raises ValueError if `tokens` or `batch` is below 1.
+    """
 
     tokens: int = 4_000
     """Number of tokens to judge per method. At temperature 0 every prompt is decoded at most once."""
@@ -215,7 +218,7 @@ def certify_method(
 
 @dataclass
 class _Run:
-    """Decoding and judging of the texts of one certificate."""
+    """Runner that generates the texts of one certificate and checks them against the reference model."""
 
     target: LanguageModel
     method: Method

@@ -35,7 +35,7 @@ _VOCAB, _HEADS, _SHARPNESS, _STOP = 6, 4, 2.0, 0
 
 
 class Check(NamedTuple):
-    """Decoding settings of one test on the small pair."""
+    """Settings of one certification test with `SmallPair`."""
 
     sampling: Sampling
     limits: Limits

@@ -53,7 +53,14 @@ NO_FAULTS = ("text", "drafting")
 
 
 def make_finding(cause: str, lost: float | None, interval: list[float] | None, numbers: str = "") -> Finding:
-    """Return a finding of one of `CAUSES` with the acceptance that it costs, or None if that was not measured."""
+    """Return the finding for a cause.
+
+    Args:
+        cause: Key of `CAUSES`.
+        lost: Acceptance lost to the cause, or None if it was not measured.
+        interval: Confidence interval of `lost`.
+        numbers: Text appended to the description of the cause.
+    """
     what, advice = CAUSES[cause]
     is_fault = cause not in NO_FAULTS
     return Finding(cause, what + numbers, advice=advice, is_fault=is_fault, lost=lost, interval=interval)

@@ -44,7 +44,10 @@ class Rotation:
         return torch.cat((turned[:, self.order].flatten(0, 1), weight[heads * self._width :]))
 
     def at(self, positions_BM: Tensor, needed: int, kinds: Collection[str | None]) -> dict[str | None, Turns]:
-        """Return the rotations of tokens by kind (see `rotations`). Tables grow to the longest position seen."""
+        """Return the rotations of tokens at their positions, by kind (see `rotations`).
+
+        The tables are enlarged if they have fewer than `needed` positions.
+        """
         if needed > self._length:
             # CUDA graphs read the table that they were captured with, so old tables are kept.
             self.outgrown.append(self.tables)

@@ -35,9 +35,9 @@ def evidence_of(
 
 
 def results_of(artifact: Path, manifest: Manifest, path: Path) -> dict[str, Any]:
-    """Return the results with only the rows that use an artifact, and with their `certificates`.
+    """Return results with only the baseline and the methods that use an artifact, and add their `certificates`.
 
-    For an export, these are the rows that use the artifact from which it was made.
+    For an export, these are the methods that use the artifact from which it was made.
     """
     results = load_results(path)
     name = _name_in(results["artifacts"], artifact, manifest, path)
@@ -62,7 +62,8 @@ def _name_in(evaluated: Mapping[str, Any], artifact: Path, manifest: Manifest, p
         if files and files == {file: hashes.get(file) for file in files}:
             return str(name)
     named = ", ".join(f"{name} {one.get('source')}" for name, one in drafting.items())
-    raise ValueError(f"{path} is of {named or 'no artifact'}, not of the files of {artifact}: evaluate it again")
+    evaluated_files = f"{path} contains results of {named or 'no artifact'}"
+    raise ValueError(f"{evaluated_files}, but the files of {artifact} differ: run `draftsmith evaluate` again")
 
 
 def _is_row_of(row: Mapping[str, Any], name: str) -> bool:

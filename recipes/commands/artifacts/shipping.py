@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 
 def export(
-    artifact: Annotated[Path | None, typer.Argument(help="Artifact directory (default: list the formats).")] = None,
+    artifact: Annotated[Path | None, typer.Argument(help="Artifact directory; omit it to list the formats.")] = None,
     to: Annotated[str | None, typer.Option(help="Format, such as transformers or vllm-sglang.")] = None,
     out: Annotated[Path | None, typer.Option(help="Output directory (default: next to the artifact).")] = None,
     target: Annotated[str | None, typer.Option(help="Target that is served (default: the artifact's).")] = None,
     speculative_tokens: Annotated[
-        int | None, typer.Option(min=1, max=64, help="Number of draft tokens per step (default: the artifact's).")
+        int | None, typer.Option(min=1, max=64, help="Number of draft tokens per step (default: from the artifact).")
     ] = None,
     llama_cpp: Annotated[Path | None, typer.Option(help="Checkout of llama.cpp that contains the converter.")] = None,
 ) -> None:

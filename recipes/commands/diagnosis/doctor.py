@@ -11,7 +11,8 @@ from ...session.terminal import console
 
 def doctor(
     target: Annotated[
-        str | None, typer.Argument(metavar="[TARGET_OR_ARTIFACT]", help="Directory or hub id (default: this machine).")
+        str | None,
+        typer.Argument(metavar="[TARGET_OR_ARTIFACT]", help="Directory or hub id; omit it to check this machine."),
     ] = None,
     draft: Annotated[str | None, typer.Argument(help="Drafter, heads or table for the target.")] = None,
     fix: Annotated[Path | None, typer.Option(help="Write a repaired drafter to this new directory.")] = None,
@@ -20,7 +21,7 @@ def doctor(
     ] = None,
     results: Annotated[
         list[Path] | None,
-        typer.Option(help="Results of `bench` and of `evaluate` (given twice): compare the server with this engine."),
+        typer.Option(help="Results file of `bench` or `evaluate`; pass one of each to compare server and engine."),
     ] = None,
     out: Annotated[
         Path | None, typer.Option(help="With --prompts: diagnosis file (.json; default: runs/evaluate/NAME).")

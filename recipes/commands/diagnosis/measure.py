@@ -182,7 +182,10 @@ class _Probe:
         return decoding_stage(description, attempts, tokens / steps, self.depth if self.by_heads else 0)
 
     def _readings(self, own: Sequence[Passage]) -> list[Reading]:
-        """Measure EAGLE-3 heads with all input conventions, on held-out blocks or else on the target's answers."""
+        """Measure the agreement of EAGLE-3 heads with the target for each input convention.
+
+        The texts are the held-out blocks of the training or, if these are unavailable, the responses in `own`.
+        """
         stored = None if self.trained is None else self.trained.passages()
         texts = stored if isinstance(stored, list) else [passage for passage in own if passage.text]
         with self.signals.bar(f"{self.part}: measuring input conventions", "documents") as advance:

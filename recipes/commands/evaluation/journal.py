@@ -120,6 +120,6 @@ def _differences(before: Any, now: dict[str, Any]) -> str:
     """Return the names of the settings that differ; raise ValueError if the first line has no identity."""
     old = before.get("identity") if isinstance(before, dict) else None
     if not isinstance(old, dict):
-        raise ValueError("the first line has no identity")
+        raise ValueError("the first line has no `identity` mapping")
     new = now["identity"]
     return ", ".join(name for name in {**new, **old} if new.get(name) != old.get(name))

@@ -1,4 +1,4 @@
-"""Stages of a forge: its prompts, the measured costs of the target, and the recipes that it writes and runs."""
+"""Stages of `draftsmith forge`: prompts, measured costs of the target, and the recipes to write and run."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ def kind_of(drafter: Path) -> Kind:
 
 
 def base_of(recipe: ForgeRecipe) -> QuickstartRecipe:
-    """Return the stages of the recipe `realpair` with the target, prompts and directory of a forge."""
+    """Return the recipe `realpair` with the target, prompts and output directory of a forge recipe."""
     values: dict[str, Any] = read_extended(find_recipe("realpair"))
     values |= {"out": recipe.out, "target": recipe.target, "seed": recipe.seed}
     own = {"template": recipe.template, "template_options": recipe.template_options}

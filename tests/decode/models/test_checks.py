@@ -136,7 +136,7 @@ def test_a_chain_that_differs_from_the_model_is_refused(form: str) -> None:
     model = build("llama", form)
     model.__class__ = Other
     for fast in (True, False):
-        with pytest.raises(ValueError, match=r"'llama' cannot decode here.*of their spread"):
+        with pytest.raises(ValueError, match=r"'llama' cannot decode here.*relative RMS difference"):
             wrap_model(model, fast=fast)
 
 
