@@ -1,7 +1,5 @@
 """Conversations, reports on the rows of a corpus, and files of conversations."""
 
-from __future__ import annotations
-
 import gc
 import json
 import os
@@ -94,13 +92,8 @@ class Prompt:
     follow_ups: tuple[FollowUp, ...] = ()
     references: tuple[str, ...] = ()
 
-    def follow_up(self, number: int, answer: str) -> Prompt:
-        """Return the prompt that appends an answer and the first follow-up question.
-
-        Args:
-            number: Number of that question in the conversation, at least 2. It becomes the suffix of the prompt's id.
-            answer: Answer to the last question of this prompt.
-        """
+    def follow_up(self, number: int, answer: str) -> "Prompt":
+        """Return the prompt that appends an answer and the next question, whose number the id ends with."""
         first, *later = self.follow_ups
         turns = (*self.turns, Turn("assistant", answer), Turn("user", first.question))
         name = f"{self.id.rpartition('#')[0] if number > 2 else self.id}#{number}"
@@ -121,7 +114,7 @@ class CorpusReport:
     dropped: Counter[str] = field(default_factory=Counter)
     changed: Counter[str] = field(default_factory=Counter)
 
-    def merge(self, other: CorpusReport) -> None:
+    def merge(self, other: "CorpusReport") -> None:
         """Add the counts of another part of the corpus."""
         for name in self.__slots__:
             setattr(self, name, getattr(self, name) + getattr(other, name))

@@ -4,8 +4,6 @@ Shape letters: B batch, N tree nodes, M nodes that have children, K depth, S buf
 G size of a token's auxiliary hidden states, with or without the last hidden state.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -120,22 +118,22 @@ class Proposer(ABC):
         """
         return self.gamma + 1, self.gamma
 
-    def start(self, context: Context) -> None:
+    def start(self, context: "Context") -> None:
         """Read the prompts. `generate` calls this once, before the first proposal."""
         return
 
     @abstractmethod
-    def propose(self, context: Context) -> Proposal:
+    def propose(self, context: "Context") -> Proposal:
         """Return the next tree, whose root is the last committed token of each row."""
 
-    def prefetch(self, context: Context, verdict: Verdict, hidden_BND: Tensor) -> tuple[Tensor, ...]:
+    def prefetch(self, context: "Context", verdict: Verdict, hidden_BND: Tensor) -> tuple[Tensor, ...]:
         """Return tensors that the next proposal needs on the host, computed from the hidden states of this tree.
 
         They are copied together with the verdict, as `Context.prefetched`. Profiles count this as commit.
         """
         return ()
 
-    def commit(self, context: Context, proposal: Proposal, verdict: Verdict) -> None:
+    def commit(self, context: "Context", proposal: Proposal, verdict: Verdict) -> None:
         """Update the proposer's state after the context has committed the verdict."""
         return
 

@@ -3,8 +3,6 @@
 Shape letters: B batch, C draws, V vocabulary, U numbers of a row, X any further shape.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from functools import partial
@@ -25,7 +23,7 @@ class Rng:
         self._buffer_BU = torch.empty(len(seeds), 0, dtype=torch.float64, device=self.device)
 
     @classmethod
-    def for_rows(cls, seed: int, rows: int, device: torch.device | str = "cpu") -> Rng:
+    def for_rows(cls, seed: int, rows: int, device: torch.device | str = "cpu") -> "Rng":
         """Return generators that seed row b with `seed + b`, as if each prompt were decoded separately."""
         return cls([seed + row for row in range(rows)], device)
 

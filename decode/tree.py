@@ -4,8 +4,6 @@ Shape letters: B batch (1 if all rows share the topology), N tree nodes (node 0 
 whose key and value are not cached yet), P nodes of a path to the root, C children of a node, K depth.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -32,7 +30,7 @@ class Tree:
         return self.parents_BN.shape[1]
 
     @classmethod
-    def from_parents(cls, parents_BN: Tensor, max_depth: int, depth_BN: Tensor | None = None) -> Tree:
+    def from_parents(cls, parents_BN: Tensor, max_depth: int, depth_BN: Tensor | None = None) -> "Tree":
         """Return a tree with these parents. Depths are computed unless they are given."""
         parent_BN = parents_BN.clamp(min=0)
         line = [torch.arange(parents_BN.shape[1], device=parents_BN.device).expand_as(parents_BN)]
@@ -43,7 +41,7 @@ class Tree:
             depth_BN = torch.where(parents_BN >= 0, (line_BNP > 0).sum(-1), 0)
         return cls(parents_BN, depth_BN, line_BNP, max_depth)
 
-    def grow(self, parents_BM: Tensor) -> Tree:
+    def grow(self, parents_BM: Tensor) -> "Tree":
         """Return this tree with M more nodes as the next level, each below one of the deepest nodes of this tree."""
         rows, count = parents_BM.shape
         index_BM1 = torch.arange(self.nodes, self.nodes + count, device=parents_BM.device).expand(rows, -1)[..., None]
@@ -58,16 +56,16 @@ class Tree:
         )
 
     @classmethod
-    def chain(cls, gamma: int) -> Tree:
+    def chain(cls, gamma: int) -> "Tree":
         """Return a chain of `gamma` tokens after the root."""
         return _chain(gamma)
 
     @classmethod
-    def k_ary(cls, branching: Sequence[int]) -> Tree:
+    def k_ary(cls, branching: Sequence[int]) -> "Tree":
         """Return the tree in which nodes of depth i have `branching[i]` >= 1 children, numbered level by level."""
         return _k_ary(tuple(branching))
 
-    def to(self, device: torch.device) -> Tree:
+    def to(self, device: torch.device) -> "Tree":
         """Return this tree on a device. Copies are cached."""
         if self.parents_BN.device == device:
             return self
@@ -80,7 +78,7 @@ class Tree:
         return self._copies[device]
 
     @cached_property
-    def _copies(self) -> dict[torch.device, Tree]:
+    def _copies(self) -> "dict[torch.device, Tree]":
         return {}
 
     @cached_property

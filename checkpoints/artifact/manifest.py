@@ -1,7 +1,5 @@
 """Manifest of an artifact, `artifact.json`: its kind, its origin and the hash of every file."""
 
-from __future__ import annotations
-
 import json
 import math
 import platform
@@ -73,7 +71,7 @@ class Manifest:
         return json.dumps(ordered, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
     @classmethod
-    def from_json(cls, text: str) -> Manifest:
+    def from_json(cls, text: str) -> "Manifest":
         """Parse a text of `to_json`. Raises ValueError if it is not JSON, has another schema, or fields are wrong."""
         values = parse_json(text)
         if values.get("schema") != SCHEMA_VERSION:

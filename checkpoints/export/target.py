@@ -111,15 +111,7 @@ def check_vocabulary(source: Source, target: str) -> None:
 def check_drafter(
     source: Source, folder: Path, target: str, consumers: Collection[str], also: Collection[str] = ()
 ) -> None:
-    """Raise ValueError if an engine does not support an exported drafter with its target.
-
-    Args:
-        source: Artifact that was exported.
-        folder: Directory of the exported drafter.
-        target: Directory or hub id of the target.
-        consumers: Engines that must support the two models.
-        also: Checks that must have no finding.
-    """
+    """Raise ValueError if an engine in `consumers` does not support the exported drafter with its target."""
     sides = read_model_info(target, load_tokenizer), read_model_info(str(folder), load_tokenizer)
     check_pair(*sides, consumers, str(source.folder), _doctor(source, target), also)
 

@@ -1,7 +1,5 @@
 """Scale and soft cap of a model's logits, as its configuration names them. Letters: V vocabulary, X any shape."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +13,7 @@ class LogitShape(NamedTuple):
     softcap: float | None = None
 
     @classmethod
-    def of(cls, config: Any) -> LogitShape:
+    def of(cls, config: Any) -> "LogitShape":
         """Return the shape of the logits for a decoder's configuration."""
         names = ("logit_scale", "lm_head_multiplier", "logits_scaling", "logits_mup_width_multiplier")
         first, second, granite, width = (getattr(config, name, None) or 1.0 for name in names)

@@ -3,8 +3,6 @@
 Shape letters: V vocabulary, E entries (distinct pairs), X any shape, T tokens, R rows (a flattened X), W widest row.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable
 from functools import cached_property
@@ -56,7 +54,7 @@ class BigramTable:
         self.pairs = int(self.left_counts.sum())
 
     @classmethod
-    def load(cls, directory: Path) -> BigramTable:
+    def load(cls, directory: Path) -> "BigramTable":
         """Load the table in a directory and its texts; the entries stay memory-mapped.
 
         Raises ValueError: A file is missing, damaged or inconsistent.
@@ -66,7 +64,7 @@ class BigramTable:
         return table
 
     @classmethod
-    def read(cls, path: Path, prefix: str = "") -> BigramTable:
+    def read(cls, path: Path, prefix: str = "") -> "BigramTable":
         """Read a table from a safetensors file whose tensor names start with `prefix`."""
         if not path.is_file():
             raise ValueError(f"{path} does not exist")
@@ -93,7 +91,7 @@ class BigramTable:
         return table
 
     @classmethod
-    def from_documents(cls, documents: Iterable[NDArray[Any]], vocab_size: int) -> BigramTable:
+    def from_documents(cls, documents: Iterable[NDArray[Any]], vocab_size: int) -> "BigramTable":
         """Count the adjacent pairs within each document (integers [T]), in memory."""
         key_dtype(vocab_size)
         arrays = [np.zeros(0, dtype=np.int64)]
@@ -149,7 +147,7 @@ class BigramTable:
         """Return the left token of each entry of the rows from `first` to `end` - 1, int64."""
         return torch.from_numpy(np.repeat(np.arange(first, end), np.diff(self.row_ptr[first : end + 1].numpy())))
 
-    def to(self, device: torch.device | str) -> BigramTable:
+    def to(self, device: torch.device | str) -> "BigramTable":
         """Return a table over the same counts whose lookup runs on `device`."""
         device = torch.empty(0, device=device).device  # "cuda" is "cuda:0"
         if device == self.device:
@@ -172,12 +170,12 @@ class BigramTable:
         """
         return self.correlation(add_k).look_up(x_X, y_X, log_unseen)
 
-    def correlation(self, add_k: float = 0.0) -> Correlation:
+    def correlation(self, add_k: float = 0.0) -> "Correlation":
         """Return the lookup structure of `look_up`, built by the first call."""
         check_add_k(add_k)
         return self._view((self.device, "correlation", add_k), lambda: Correlation(self, self.device, add_k))
 
-    def distributions(self, device: torch.device | str, prior: float, add_k: float = 0.0) -> NextToken:
+    def distributions(self, device: torch.device | str, prior: float, add_k: float = 0.0) -> "NextToken":
         """Return the next-token distributions of the table on a device, built by the first call."""
         check_add_k(add_k)
         device = torch.device(device)

@@ -3,8 +3,6 @@
 Letters: B batch (blocks), T tokens of a block.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -29,11 +27,11 @@ class Batch(NamedTuple):
     positions_BT: torch.Tensor
     documents_BT: torch.Tensor
 
-    def to(self, device: torch.device | str) -> Batch:
+    def to(self, device: torch.device | str) -> "Batch":
         """Return the batch on another device."""
         return Batch(*(tensor.to(device) for tensor in self))
 
-    def rows(self, rows: np.ndarray) -> Batch:
+    def rows(self, rows: np.ndarray) -> "Batch":
         """Return the batch of some rows."""
         return Batch(*(tensor[torch.from_numpy(rows)] for tensor in self))
 

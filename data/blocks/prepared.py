@@ -6,8 +6,6 @@ and `trained.npy` uint8 (1 for supervised tokens, never the first of a document)
 is the documents order[blocks[b]] … order[blocks[b + 1] - 1]; and `data.json`. Letters: B batch (blocks), T tokens.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -43,7 +41,7 @@ def prepare(
     packing: str = "best-fit",
     last_turn_only: bool = False,
     progress: Callable[[int, int], None] | None = None,
-) -> PreparedData:
+) -> "PreparedData":
     """Render conversations, pack them into blocks of `block_tokens` and write them to `out_dir`, atomically.
 
     Prepared data in the folder is replaced. `packing` is "best-fit", or "pad" for one document a block, padded to the
@@ -97,7 +95,7 @@ class PreparedData:
         self._padding_id = int(manifest["padding_id"])
 
     @classmethod
-    def load(cls, directory: str | os.PathLike[str]) -> PreparedData:
+    def load(cls, directory: str | os.PathLike[str]) -> "PreparedData":
         """Open a folder written by `prepare`. Raises ValueError if a file is missing or damaged."""
         directory = Path(directory)
         manifest_file = directory / MANIFEST

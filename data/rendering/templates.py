@@ -4,8 +4,6 @@
 markers and splitting the text around them.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -193,7 +191,7 @@ def own_template(tokenizer: Any, options: Mapping[str, Any]) -> Template:
         )
 
 
-def _find_message_form(chat: _Chat) -> tuple[_Chat, str]:
+def _find_message_form(chat: "_Chat") -> "tuple[_Chat, str]":
     """Return the chat with the form of messages that its template shows, and the text that follows an answer, if known.
 
     A template may require a system text, or change the texts of messages. Raises ValueError if it cannot be rendered.
@@ -206,7 +204,7 @@ def _find_message_form(chat: _Chat) -> tuple[_Chat, str]:
     return chat, ""
 
 
-def _constant_texts(chat: _Chat) -> Template:
+def _constant_texts(chat: "_Chat") -> Template:
     """Return a chat template as constant texts.
 
     Raises:
@@ -274,7 +272,7 @@ def check_calls(tokenizer: Any, template: Template, tools: str) -> None:
         raise ValueError(f"template 'tokenizer': the chat template renders tool calls as {difference}. {_LEAVE_OUT}")
 
 
-def _check(template: Template, chat: _Chat) -> None:
+def _check(template: Template, chat: "_Chat") -> None:
     """Raise ValueError if the constant texts do not reproduce three exchanges."""
     for system in (None, _SYSTEM) if template.system is not None else (None,):
         rebuilt, whole = _render_constants(template, system), chat.render(3, prompt=False, system=system)

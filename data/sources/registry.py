@@ -1,7 +1,5 @@
 """Registry of corpora: location, licence, and the form of their rows."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -46,7 +44,7 @@ class Corpus:
     note: str = ""
     groups: tuple[str, ...] = ()
     every_turn: bool = False
-    adapter: Callable[[Corpus, Row], Dialogue] | None = None
+    adapter: "Callable[[Corpus, Row], Dialogue] | None" = None
 
     def usable_columns(self, present: Sequence[str]) -> Sequence[str]:
         """Return the columns of a table that are read."""

@@ -5,8 +5,6 @@
 Shape letters: B batch, T tokens with padding, V vocabulary, D hidden.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -45,7 +43,7 @@ def method(
     heads: HeadModule | str | Path | None = None,
     table: BigramTable | str | Path | None = None,
     **options: Any,
-) -> CustomGenerate:
+) -> "CustomGenerate":
     """Return a decoding method for transformers: `model.generate(**inputs, custom_generate=method(...))`.
 
     Artifacts that the method does not need are ignored.
@@ -91,7 +89,7 @@ class CustomGenerate:
 
     name: str
     options: dict[str, Any]
-    drafters: Sequence[_Drafter]
+    drafters: "Sequence[_Drafter]"
     heads: HeadModule | None
     table: BigramTable | None
     loaded_heads: bool

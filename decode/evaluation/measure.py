@@ -3,8 +3,6 @@
 Shape letters: B batch.
 """
 
-from __future__ import annotations
-
 import itertools
 import statistics
 import time
@@ -82,7 +80,7 @@ class Run:
     def tallies(self) -> list[Tally]:
         return [runs[0].tally for runs in self.by_prompt]
 
-    def select(self, prompts: Sequence[int]) -> Run:
+    def select(self, prompts: Sequence[int]) -> "Run":
         return Run(
             [self.by_prompt[prompt] for prompt in prompts],
             [self.groups[prompt] for prompt in prompts] if self.groups else (),

@@ -9,8 +9,6 @@
 - Intervals: 95 % bootstrap intervals over prompts (2,000 resamples), or None for fewer than 3 prompts.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -66,7 +64,7 @@ class Tally:
         """Return the iterations or, if they were not counted, the target forwards, which differ for beams only."""
         return self.iterations or self.steps
 
-    def __add__(self, other: Tally) -> Tally:
+    def __add__(self, other: "Tally") -> "Tally":
         counts: dict[str, Any] = {}
         for name, count in vars(self).items():
             other_count = getattr(other, name)

@@ -3,8 +3,6 @@
 Shape letters: B batch, N nodes, T tokens, M new tokens, S slots that they attend to, H heads, E head width.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 import time
@@ -123,7 +121,7 @@ class StepProfile:
         forwards = sum(start.elapsed_time(end) / 1e3 if self._cuda else end - start for start, end in spans)
         self.shares.append(forwards / self.steps[-1] if self.steps[-1] else 1.0)
 
-    def add(self, other: StepProfile) -> None:
+    def add(self, other: "StepProfile") -> None:
         self.steps += other.steps
         self.shares += other.shares
         for phase, seconds in other.seconds.items():

@@ -86,10 +86,7 @@ def tolerances_of(model: Any) -> tuple[float, float]:
 def check_close(
     actual_XV: Tensor, expected_XV: Tensor, model: Any, what: str, tolerance: float, noise: Callable[[], float] = float
 ) -> None:
-    """Raise ValueError if logits are not finite, or if their `relative_rms` exceeds the tolerance.
-
-    The tolerance is the maximum of `tolerance` and `noise()`.
-    """
+    """Raise ValueError if logits are not finite, or their `relative_rms` exceeds both `tolerance` and `noise()`."""
     check_finite(torch.stack((expected_XV, actual_XV)), model)
     difference = relative_rms(actual_XV, expected_XV)
     if not difference <= tolerance and not difference <= (tolerance := max(tolerance, noise())):

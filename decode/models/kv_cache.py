@@ -3,8 +3,6 @@
 Shape letters: L layers, B batch, H key/value heads, S cache slots, M new tokens, K depth, E head width.
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 from collections.abc import Sequence
@@ -70,7 +68,7 @@ class KVCache:
         self.keys = [key_BHSE for keys_LBHSE, _ in self._stacks for key_BHSE in keys_LBHSE]
         self.values = [value_BHSE for _, values_LBHSE in self._stacks for value_BHSE in values_LBHSE]
 
-    def emptied(self) -> KVCache:
+    def emptied(self) -> "KVCache":
         """Return an empty cache in the same memory, which is zeroed."""
         for keys_LBHSE, values_LBHSE in self._stacks:
             keys_LBHSE.zero_()
@@ -79,7 +77,7 @@ class KVCache:
         again._set([0] * len(self.lengths))
         return again
 
-    def rows(self, start: int, stop: int, lengths: list[int]) -> KVCache:
+    def rows(self, start: int, stop: int, lengths: list[int]) -> "KVCache":
         """Return a cache of some rows in the same memory, with its own lengths."""
         part = copy.copy(self)
         part._stacks = [(keys[:, start:stop], values[:, start:stop]) for keys, values in self._stacks]
@@ -87,7 +85,7 @@ class KVCache:
         part._set(lengths)
         return part
 
-    def grown(self, capacity: int) -> KVCache:
+    def grown(self, capacity: int) -> "KVCache":
         """Return a copy with more slots."""
         more = copy.copy(self)
         missing = (0, 0, 0, capacity - self.capacity)

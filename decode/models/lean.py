@@ -404,10 +404,7 @@ class LeanDecoder(LanguageModel):
         return product(self._norm(hidden_XD, weight_D))
 
     def _read_apart(self, hidden_XD: Tensor) -> Tensor | None:
-        """Return the first layer's queries, keys and values if they require a separate computation, else None.
-
-        In EAGLE-3 heads, for example, they also depend on the token embeddings.
-        """
+        """Return the first layer's queries, keys and values if computed separately, as in EAGLE-3 heads, else None."""
         return None
 
     def logits(self, hidden_XD: Tensor) -> Tensor:

@@ -169,13 +169,8 @@ class DrafterProposer(Proposer):
 def own_path(nodes_BN: Tensor, path_BK: Tensor, accepted_B: Tensor) -> Tensor:
     """Convert the accepted path of a verdict from nodes of the proposal to nodes of the drafter's tree.
 
-    Args:
-        nodes_BN: Node of the drafter's tree for each node of the proposal.
-        path_BK: Path of the verdict, as nodes of the proposal.
-        accepted_B: Number of accepted nodes per row.
-
-    Returns:
-        Path [B, K]. Rejected columns contain their own number, from 1, as `KVCache.move_to_front` requires.
+    `nodes_BN` maps nodes of the proposal to nodes of the drafter's tree. Rejected columns of the returned path [B, K]
+    contain their own number, as `KVCache.move_to_front` requires.
     """
     position_K = torch.arange(1, path_BK.shape[1] + 1, device=path_BK.device)
     valid_BK = path_BK.clamp(max=nodes_BN.shape[1] - 1)

@@ -8,8 +8,6 @@ Shape letters: B batch, T known nodes, S nodes of the suffix tree, A nodes of a 
 node, X candidates of a level, N best nodes, D hidden, R vocabulary of the drafter.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -37,7 +35,7 @@ class _Nodes(NamedTuple):
     tokens_BT: Tensor
     depth_BT: Tensor
 
-    def concat(self, *fields: Tensor) -> _Nodes:
+    def concat(self, *fields: Tensor) -> "_Nodes":
         return _Nodes(*(torch.cat(pair, 1) for pair in zip(self, fields, strict=True)))
 
 

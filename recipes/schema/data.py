@@ -1,7 +1,5 @@
 """Sections of a recipe that describe data."""
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -97,7 +95,7 @@ class DataSection(PlaceSection):
         return [SourceSection(source=self.source, **{name: getattr(self, name) for name in PlaceSection.model_fields})]
 
     @model_validator(mode="after")
-    def _consistent(self) -> DataSection:
+    def _consistent(self) -> "DataSection":
         if (self.source is None) == (not self.mixture):
             state = "both" if self.source else "neither"
             raise ValueError(f"set exactly one of `source` (a corpus) and `mixture` (several), got {state}")

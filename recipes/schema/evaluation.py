@@ -1,7 +1,5 @@
 """Schema of the recipes that decode: evaluations, regenerated responses and quickstarts."""
 
-from __future__ import annotations
-
 from collections.abc import Container
 from typing import Annotated, Any, Literal
 
@@ -152,7 +150,7 @@ class EvaluateRecipe(_Decoding):
         return self.temperature if row.temperature is None else row.temperature
 
     @model_validator(mode="after")
-    def _rows(self) -> EvaluateRecipe:
+    def _rows(self) -> "EvaluateRecipe":
         labels = self.labels()
         for label in labels:
             if label == "transformers" or labels.count(label) > 1:
@@ -226,7 +224,7 @@ class RegenerateRecipe(PlaceSection, _Decoding):
     """Batch size of local decoding; a finished conversation is replaced by the next one."""
 
     @model_validator(mode="after")
-    def _check_source(self) -> RegenerateRecipe:
+    def _check_source(self) -> "RegenerateRecipe":
         if (self.target is None) == (self.server is None):
             state = "both" if self.target else "neither"
             raise ValueError(f"set exactly one of `target` (decode locally) and `server`, got {state}")

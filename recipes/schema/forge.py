@@ -1,7 +1,5 @@
 """Recipe of a forge."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -59,7 +57,7 @@ class ForgeRecipe(Section):
         return value if isinstance(value, list) else [value]
 
     @model_validator(mode="after")
-    def _check_launch(self) -> ForgeRecipe:
+    def _check_launch(self) -> "ForgeRecipe":
         if self.launch and self.processes == 1:
             raise ValueError(f"`launch` is {self.launch!r}, but `processes` is 1: set the number of processes")
         return self

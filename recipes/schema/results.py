@@ -3,8 +3,6 @@
 Other keys are kept unchanged.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Mapping
@@ -79,7 +77,7 @@ class Results(_Checked):
     errors: list[str]
 
     @model_validator(mode="after")
-    def _labels(self) -> Results:
+    def _labels(self) -> "Results":
         labels = [row.label for row in self.methods]
         double = [label for label in labels if labels.count(label) > 1]
         if double:

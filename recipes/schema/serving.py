@@ -1,7 +1,5 @@
 """Recipe of `draftsmith bench`."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -47,7 +45,7 @@ class BenchRecipe(Section):
     """Environment variable with the API key; if it is not set, the key is sent as `none`."""
 
     @model_validator(mode="after")
-    def _loads(self) -> BenchRecipe:
+    def _loads(self) -> "BenchRecipe":
         if self.baseline_model is not None and self.baseline is None:
             raise ValueError(f"`baseline_model` requires `baseline`, got {self.baseline_model!r} without it")
         return self

@@ -3,8 +3,6 @@
 Letters: B batch (blocks), T tokens, D hidden, V vocabulary, N documents including the padding of each block.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -35,7 +33,7 @@ class MaskedBatch(NamedTuple):
     visible_BTT: Tensor
 
 
-def make_forward(model: Any) -> PackedForward | SourceForward:
+def make_forward(model: Any) -> "PackedForward | SourceForward":
     """Return the forward of a model on packed blocks. Raises what `PackedForward` and `SourceForward` raise."""
     return SourceForward(model) if model.config.is_encoder_decoder else PackedForward(model)
 
@@ -106,10 +104,7 @@ class PackedForward(BaseForward):
         return captured[0].reshape(*batch.tokens_BT.shape, -1)
 
     def after_norm(self, states_XD: Tensor) -> Tensor:
-        """Return the post-norm hidden states [..., D] of the last layer, given the output of `hidden`.
-
-        The final norm is applied if `hidden` returns pre-norm hidden states.
-        """
+        """Return the post-norm hidden states [..., D] of the output of `hidden`, which may be pre-norm."""
         if self._layers:
             return states_XD[..., -self.config.hidden_size :]
         return states_XD if self._norm is None else self._norm(states_XD.to(self.model.dtype))

@@ -1,7 +1,5 @@
 """Work of the main process that others wait for, and signals that end a run."""
 
-from __future__ import annotations
-
 import signal
 import sys
 import threading
@@ -38,7 +36,7 @@ class StopSignals:
         self.received: int | None = None
         self._previous: dict[int, Any] = {}
 
-    def __enter__(self) -> StopSignals:
+    def __enter__(self) -> "StopSignals":
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
                 self._previous[number] = signal.signal(number, self._receive)

@@ -9,8 +9,6 @@ Letters: B batch (blocks), T tokens, X = B · T flattened positions, R rows, N d
 data.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -70,7 +68,7 @@ class Source(ABC):
     """Advice on how to make the cache smaller, for error messages."""
 
     @abstractmethod
-    def load(self, device: torch.device) -> tuple[MakeRows, int]:
+    def load(self, device: torch.device) -> "tuple[MakeRows, int]":
         """Load the target; return the function that computes rows, and the size for `columns`."""
 
     @abstractmethod

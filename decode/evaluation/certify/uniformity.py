@@ -9,8 +9,6 @@ follow p.
 Shape letters: X tokens of the text, V vocabulary, L continuations, D dimensions of a grid.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -46,7 +44,7 @@ class Evidence:
     """Statistics of each row, float64 [3, tokens]: u; the excess 1{y in S} - p(S) for the set S of favoured tokens,
     with mean 0 if the text follows p; and its variance p(S) (1 - p(S))."""
 
-    def first(self, tokens: int) -> Evidence:
+    def first(self, tokens: int) -> "Evidence":
         """Return the first `tokens` tokens, so that the content of rows does not determine how many are tested."""
         evidence = Evidence()
         for row in self.rows:

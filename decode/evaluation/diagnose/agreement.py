@@ -4,8 +4,6 @@ Shape letters: T predicted tokens of all passages (for EAGLE-3: input tokens of 
 tokens, K depth, P passages, V vocabulary, R proposed tokens, D hidden, G auxiliary hidden states.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -41,7 +39,7 @@ class Passage(NamedTuple):
     judged: Sequence[bool] | None = None
     """Mask of the tokens that are judged. None judges all."""
 
-    def judge_only(self, ids: set[int]) -> Passage:
+    def judge_only(self, ids: set[int]) -> "Passage":
         """Return the passage with judgement restricted to some tokens."""
         judged = self.judged or [True] * len(self.text)
         return self._replace(

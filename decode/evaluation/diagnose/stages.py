@@ -53,14 +53,7 @@ NO_FAULTS = ("text", "drafting")
 
 
 def make_finding(cause: str, lost: float | None, interval: list[float] | None, numbers: str = "") -> Finding:
-    """Return the finding for a cause.
-
-    Args:
-        cause: Key of `CAUSES`.
-        lost: Acceptance lost to the cause, or None if it was not measured.
-        interval: Confidence interval of `lost`.
-        numbers: Text appended to the description of the cause.
-    """
+    """Return the finding for a key of `CAUSES`, with the acceptance lost to it, or None if that was not measured."""
     what, advice = CAUSES[cause]
     is_fault = cause not in NO_FAULTS
     return Finding(cause, what + numbers, advice=advice, is_fault=is_fault, lost=lost, interval=interval)

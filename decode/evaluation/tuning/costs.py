@@ -1,7 +1,5 @@
 """Measured latency of a model's forwards by number of tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -23,7 +21,7 @@ class Curve:
     seconds: tuple[float, ...]
 
     @classmethod
-    def through(cls, nodes: Sequence[int], seconds: Sequence[float]) -> Curve:
+    def through(cls, nodes: Sequence[int], seconds: Sequence[float]) -> "Curve":
         """Fit a non-decreasing curve to measured seconds by isotonic regression."""
         return cls(tuple(nodes), tuple(float(value) for value in isotonic_regression(seconds).x))
 

@@ -3,8 +3,6 @@
 A setting is measured with this engine or, for draft lengths, with a serving engine.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -58,7 +56,7 @@ class Measurement:
     """Number of training steps of the candidate; 0 if it was not trained."""
 
     @classmethod
-    def of_row(cls, row: Row) -> Measurement:
+    def of_row(cls, row: Row) -> "Measurement":
         """Return the measurement of a row of an evaluation."""
         interval = tuple(row["speedup_interval"] or (row["speedup"], row["speedup"]))
         about = {key: row[key] for key in ("label", "method", "options", "perplexity", "tokens_per_step", "speedup")}

@@ -5,8 +5,6 @@ Library products cost more with each row, although reading the weights dominates
 Shape letters: X rows, I and O inputs and outputs.
 """
 
-from __future__ import annotations
-
 import copy
 import sys
 from typing import Any
@@ -97,7 +95,7 @@ class FewRows:
         compiled().unpack(self.pointer, places_X.data_ptr(), len(places_X), *to)
         return rows_XI
 
-    def part(self, start: int, stop: int) -> FewRows:
+    def part(self, start: int, stop: int) -> "FewRows":
         """Return the product of some outputs, which shares memory. `start` and `stop` are multiples of 16."""
         part = copy.copy(self)
         part._weight, part._outputs, part._missing = self._weight[start // _WIDTH : stop // _WIDTH], stop - start, 0

@@ -3,8 +3,6 @@
 The counts of an interrupted run stay in `<out>.state`, from which the same command resumes.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import time
@@ -165,14 +163,14 @@ class Share:
     def _count_held_out(self, _: Conversation) -> None:
         self.held_out += 1
 
-    def add(self, other: Share) -> None:
+    def add(self, other: "Share") -> None:
         """Add the numbers and reports of another share."""
         for report, more in zip(self.reports, other.reports, strict=True):
             report.merge(more)
         self.conversations += other.conversations
         self.held_out += other.held_out
 
-    def gather(self) -> Share:
+    def gather(self) -> "Share":
         """Return the sum of the shares of all processes."""
         if not self._by_row or self._world == 1:
             return self

@@ -1,7 +1,5 @@
 """Stages of `draftsmith forge`: prompts, measured costs of the target, and the recipes to write and run."""
 
-from __future__ import annotations
-
 import gc
 import json
 import shutil
@@ -68,7 +66,7 @@ class Source(NamedTuple):
     steps: int = 0
     """Number of training steps."""
 
-    def settings(self, with_table: bool, temperature: float) -> list[Row]:
+    def settings(self, with_table: bool, temperature: float) -> "list[Row]":
         """List the settings to tune, the most promising first."""
         own = {"heads"} if self.kind == "heads" else {"drafter"}
         heads = load_manifest(Path(str(self.artifact))).shapes["num_heads"] if self.kind == "heads" else 0
@@ -76,7 +74,7 @@ class Source(NamedTuple):
         listed = [list_settings(name, available, temperature) for name in METHODS[self.kind]]
         return [Row(self, *each) for each in interleave(listed)]
 
-    def default(self, gamma: int) -> Row:
+    def default(self, gamma: int) -> "Row":
         """Return the setting with which candidates are compared."""
         if self.kind == "heads":
             return Row(self, "medusa", {"tree": "2x1"})

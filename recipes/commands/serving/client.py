@@ -1,7 +1,5 @@
 """Client of OpenAI-compatible servers, which times their answers and reads their counters of draft tokens."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import re
@@ -64,7 +62,7 @@ class Server:
         self._openai = check_client()
         self.url, self.model, self._key, self._timeout = url, model, os.environ.get(key_variable, ""), timeout
 
-    async def __aenter__(self) -> Server:
+    async def __aenter__(self) -> "Server":
         self._client = open_client(self._openai, self.url, self._key, self._timeout)
         if self.model is None:
             try:
