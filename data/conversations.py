@@ -1,4 +1,4 @@
-"""Conversations, reports on the rows of a corpus, and files of conversations."""
+"""Data classes for conversations and evaluation prompts, row counts of a corpus, and output of conversation files."""
 
 import gc
 import json
@@ -25,7 +25,7 @@ _REMEDIES = (
     ("only questions", "Generate the answers of rows without answers with `draftsmith regenerate`"),
     ("content is not text", "Only text is supported; remove images and other parts"),
 )
-"""Prefixes of reasons, and their remedies; the first match is shown."""
+"""Prefixes of reasons for dropping rows, with remedies. The first match is used."""
 _ANY_REMEDY = "See the recipe section `clean`, and docs/how-to/row-formats.md for the supported columns"
 
 
@@ -36,31 +36,31 @@ class Turn:
     role: str
     text: str
     is_learned: bool = True
-    """True if an answer is supervised; otherwise it is context."""
+    """Whether an answer is supervised. Unsupervised answers are only context."""
 
 
 class ContextText(str):
-    """Text of an answer that its file marks as context."""
+    """Text of an answer that the source file marks as unsupervised."""
 
     __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Turns [system], user, assistant, …, assistant; a bare text is one assistant turn, which is supervised."""
+    """Conversation with the turns [system], user, assistant, …, assistant. Plain text is a single assistant turn."""
 
     id: str
     turns: tuple[Turn, ...]
     tools: str = ""
-    """JSON list of tools; "[]" for calls of unknown tools, "" without calls."""
+    """Tool definitions as a JSON list. "[]": the tools of the calls are unknown; "": there are no tool calls."""
 
 
 @dataclass(frozen=True, slots=True)
 class Dialogue:
-    """Row before cleaning.
+    """Row of a corpus before cleaning.
 
-    `messages` are (role, content) pairs, unchanged; a bare text is one message of the role "text". `form` names the
-    columns that were read.
+    `messages` are (role, content) pairs. Plain text is a single message with the role "text". `form` names the columns
+    that contain the messages.
     """
 
     id: str
@@ -70,12 +70,12 @@ class Dialogue:
     references: tuple[str, ...] = ()
     tools: str = ""
     notes: tuple[str, ...] = ()
-    """Counted keys of its messages."""
+    """Notes on unusual message keys, which the report counts."""
 
 
 @dataclass(frozen=True, slots=True)
 class FollowUp:
-    """Later question of a conversation, with the recorded answer before it, or ""."""
+    """Follow-up question, with the recorded answer to the previous question ("" if there is none)."""
 
     answer: str
     question: str
@@ -84,7 +84,7 @@ class FollowUp:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Prompt of an evaluation: turns [system], user, …, user; later questions and reference answers, if any."""
+    """Evaluation prompt with the turns [system], user, …, user, and optional follow-up questions and references."""
 
     id: str
     turns: tuple[Turn, ...]
@@ -93,7 +93,7 @@ class Prompt:
     references: tuple[str, ...] = ()
 
     def follow_up(self, number: int, answer: str) -> "Prompt":
-        """Return the prompt that appends an answer and the next question, whose number the id ends with."""
+        """Return the prompt for the next question, after `answer`. The id of the new prompt ends with `#number`."""
         first, *later = self.follow_ups
         turns = (*self.turns, Turn("assistant", answer), Turn("user", first.question))
         name = f"{self.id.rpartition('#')[0] if number > 2 else self.id}#{number}"
@@ -102,10 +102,10 @@ class Prompt:
 
 @dataclass(slots=True)
 class CorpusReport:
-    """Counts of rows, where `rows == kept + sum(dropped.values())`.
+    """Row counts of a corpus, with `rows == kept + sum(dropped.values())`.
 
-    `forms` counts the rows by the columns that were read, `dropped` by the reason, and `changed` the kept conversations
-    by the kind of change.
+    `forms` counts rows for each row format, `dropped` counts dropped rows for each reason, and `changed` counts kept
+    conversations for each kind of change.
     """
 
     rows: int = 0
@@ -115,17 +115,17 @@ class CorpusReport:
     changed: Counter[str] = field(default_factory=Counter)
 
     def merge(self, other: "CorpusReport") -> None:
-        """Add the counts of another part of the corpus."""
+        """Add the counts of another report."""
         for name in self.__slots__:
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the counts as JSON values."""
+        """Return the counts as a dictionary of JSON values."""
         values = ((name, getattr(self, name)) for name in self.__slots__)
         return {name: dict(sorted(value.items())) if isinstance(value, Counter) else value for name, value in values}
 
     def summary(self) -> str:
-        """Return one line: `987 of 1000 rows kept (messages); dropped 13 (8 no whole exchange, …); changed: …`."""
+        """Format the counts: `987 of 1000 rows kept (messages); dropped 13 (8 no whole exchange, …); changed: …`."""
         parts = [f"{self.kept} of {self.rows} rows kept ({', '.join(self.forms) or 'no rows'})"]
         if self.dropped:
             parts.append(f"dropped {self.dropped.total()} ({_reasons(self.dropped)})")
@@ -134,11 +134,11 @@ class CorpusReport:
         return "; ".join(parts)
 
     def explain_empty(self) -> str:
-        """Return why no row is left, with a remedy."""
+        """Explain why no row was kept, and suggest a remedy."""
         return f"{self.summary()}. {self.advice() or _ANY_REMEDY}"
 
     def advice(self) -> str:
-        """Return remedies for the reasons of dropped rows; nothing if there are none."""
+        """Return remedies for dropped rows, or an empty string if no remedy is known."""
         remedies = (next((text for start, text in _REMEDIES if key.startswith(start)), "") for key in self.dropped)
         return ". ".join(dict.fromkeys(filter(None, remedies)))
 
@@ -148,7 +148,7 @@ def _reasons(counts: Counter[str]) -> str:
 
 
 def encodable(text: str) -> str:
-    """Replace characters without a UTF-8 encoding, such as half emoji, by the replacement character."""
+    """Replace characters that UTF-8 cannot encode (lone surrogates) with the replacement character."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -157,22 +157,22 @@ def encodable(text: str) -> str:
 
 
 THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")
-"""Keys of messages with the reasoning before an answer."""
+"""Message keys that contain the reasoning of an answer."""
 
 
 def with_thought(message: Mapping[str, Any], answer: str) -> str:
-    """Return an answer after the reasoning in its message, if any, in the form of current templates."""
+    """Prepend the reasoning of a message, if any, to its answer as a <think> block."""
     thought = next((message[key] for key in THOUGHT_KEYS if isinstance(message.get(key), str) and message[key]), "")
     return f"<think>\n{thought.strip()}\n</think>\n\n{answer}" if thought else answer
 
 
 def tool_text(tag: str, text: str) -> str:
-    """Return a tool call or result in its tags, in the form of Hermes and Qwen."""
+    """Wrap a tool call or tool result in tags, in the format of Hermes and Qwen."""
     return text if text.lstrip().startswith(f"<{tag}>") else f"<{tag}>\n{text}\n</{tag}>"
 
 
 def write_conversations(conversations: Iterable[Conversation], path: str | os.PathLike[str]) -> int:
-    """Write JSON lines `{"id": …, "messages": [{"role": …, "content": …}]}` atomically; return their number."""
+    """Write conversations atomically as JSONL rows `{"id": …, "messages": […]}`, and return the number of rows."""
     count = 0
     with atomic_file(Path(path)) as out:
         for conversation in conversations:
@@ -189,7 +189,7 @@ def write_conversations(conversations: Iterable[Conversation], path: str | os.Pa
 
 @contextmanager
 def collect_rarely() -> Iterator[None]:
-    """Collect garbage less often within the context, since rows are freed by their reference counts."""
+    """Run the garbage collector less often within the context, which speeds up the processing of many rows."""
     before = gc.get_threshold()
     gc.set_threshold(_NEW_OBJECTS, *before[1:])
     try:

@@ -1,4 +1,4 @@
-"""Prompts of an evaluation, rendered for a model."""
+"""Loading and tokenization of evaluation prompts."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +18,7 @@ _MAX_NAMES = 20
 
 @dataclass
 class SkippedPrompts:
-    """Unused prompts: the ids of those that are too long, and the numbers of others by reason."""
+    """Record of skipped prompts: ids of prompts that are too long, and counts for all other reasons."""
 
     too_long: list[str] = field(default_factory=list)
     skipped: Counter[str] = field(default_factory=Counter)
@@ -27,12 +27,12 @@ class SkippedPrompts:
         return bool(self.too_long or self.skipped)
 
     def summary(self) -> str:
-        """Return the counts as text."""
+        """Return the number of skipped prompts for each reason as text."""
         counts = Counter({"too long": len(self.too_long)}) + self.skipped
         return ", ".join(f"{count} prompts ({reason})" for reason, count in counts.items())
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the counts by reason, and the first ids of prompts that are too long."""
+        """Return the counts for each reason, and the ids of the first prompts that are too long."""
         counts = {"too long": len(self.too_long)} | dict(self.skipped)
         return {"counts": counts, "too_long": self.too_long[:_MAX_NAMES]}
 
@@ -48,7 +48,7 @@ def load_prompts(
     groups: Sequence[str] | None = None,
     skipped: SkippedPrompts | None = None,
 ) -> list[tuple[Prompt, list[int]]]:
-    """Return questions of an evaluation set or of conversations with their token ids, alternating between fixed groups.
+    """Load and tokenize the prompts of an evaluation set or of conversations, alternating between prompt categories.
 
     Raises:
         ValueError: There is no prompt, or none has at most `max_tokens` tokens.
@@ -82,9 +82,9 @@ def ask_follow_ups(
     max_tokens: int,
     skipped: SkippedPrompts,
 ) -> list[tuple[Prompt, list[int]]]:
-    """Return the prompts, followed by their follow-ups turn by turn, each after the answers before it.
+    """Return the prompts, followed by the prompts of all later turns of their conversations.
 
-    `answer` generates the answers that are not recorded, given the token ids of the questions so far.
+    `answer` generates the answers that are not recorded. It receives the token ids of a batch of prompts.
     """
     all_prompts, pending = list(prompts), [each for each in prompts if each[0].follow_ups]
     for number in count(2):
@@ -104,7 +104,7 @@ def ask_follow_ups(
 def load_questions(
     source: str, limit: int, *, path: str | None = None, groups: Sequence[str] | None = None
 ) -> list[Prompt]:
-    """Return questions without token ids, of any length. Raises ValueError if there is none."""
+    """Load up to `limit` prompts without tokenizing them. Raises ValueError if there are none."""
     read = ((prompt, list[int]()) for prompt in read_prompts(source, path=path, groups=groups, skipped=Counter()))
     prompts = [prompt for prompt, _ in islice(_alternate_groups(source, read), limit)]
     if not prompts:
@@ -114,7 +114,7 @@ def load_questions(
 
 
 def _alternate_groups(source: str, prompts: Iterator[tuple[Prompt, list[int]]]) -> Iterator[tuple[Prompt, list[int]]]:
-    """Yield the prompts of a set with groups, alternating between the groups."""
+    """Yield prompts, alternating between the categories if the evaluation set has fixed categories."""
     corpus = find_corpus(source)
     if corpus is None or not corpus.groups:
         yield from prompts
@@ -127,12 +127,12 @@ def _alternate_groups(source: str, prompts: Iterator[tuple[Prompt, list[int]]]) 
 
 
 def end_ids(tokenizer: Any, template: Template, generation_config: Any, stop: Sequence[str] = ()) -> tuple[int, ...]:
-    """Return the tokens that end a text.
+    """Return the ids of the tokens that end generation.
 
-    They are the tokenizer's end of sequence, the end tokens of the model's generation settings, the token with which
-    the template ends a turn, and the user's `stop` tokens.
+    They are the tokenizer's EOS token, the EOS tokens of the generation config, the token with which the chat template
+    ends a turn, and the `stop` tokens.
 
-    Raises ValueError: A text of `stop` is not one token.
+    Raises ValueError: a string in `stop` is not a single token.
     """
     named = getattr(generation_config, "eos_token_id", None)
     ends = {tokenizer.eos_token_id, *(named if isinstance(named, (list, tuple)) else [named])}

@@ -1,6 +1,6 @@
-"""Regeneration of a corpus's answers by a target: the file of finished conversations, and the queue of the others.
+"""Regeneration of the answers of a corpus with the target: storage of results and scheduling of requests.
 
-An answerer is an async function from a question to its answer, by a model or a server.
+The answers come from a local model or a server, through an async function (`Answerer`).
 """
 
 import asyncio
@@ -23,15 +23,15 @@ from .conversations import Conversation, Turn
 
 _POLL_SECONDS = 0.2  # interval of checks for a stop
 SEEDS = 2**31
-"""Upper bound of the seeds of questions."""
-_SORTED = 4096  # conversations
+"""Exclusive upper bound of the random seeds of questions."""
+_SORTED = 4096  # conversations per sorted group
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """Prompt of the target: turns [system], user, assistant, …, user.
+    """Prompt for the target with the turns [system], user, assistant, …, user.
 
-    `seed`, below `SEEDS`, depends only on the conversation, its turn and the seed of the run.
+    `seed` is less than `SEEDS` and depends only on the conversation, the turn and the seed of the run.
     """
 
     turns: tuple[Turn, ...]
@@ -40,7 +40,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Answer of the target; `finish` is "length" if the token limit cut it."""
+    """Answer of the target. `finish` is "length" if the answer was truncated at the token limit."""
 
     text: str
     finish: Literal["stop", "length"] = "stop"
@@ -48,19 +48,19 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Reason why there is no answer; a `lasting` one also prevents later answers, such as a too long prompt."""
+    """Failed request. If `lasting` (such as for a too long prompt), a retry or a later turn would fail as well."""
 
     error: str
     lasting: bool = False
 
 
 Answerer = Callable[[Question], Awaitable[Answer | Failure | None]]
-"""Async function from a question to its answer; None if it was stopped before the answer was complete."""
+"""Async function that answers a question. It returns None if the run was stopped before the answer was complete."""
 
 
 @dataclass(slots=True)
 class RegenerationReport:
-    """Counts of a run; `cut` counts, by reason, the conversations written without their last turns."""
+    """Counts of a run. `cut` counts the conversations that were truncated, for each reason."""
 
     written: int = 0
     failed: int = 0
@@ -69,7 +69,7 @@ class RegenerationReport:
 
 
 def keyed(conversations: Iterable[Conversation]) -> Iterator[tuple[str, Conversation]]:
-    """Yield conversations with their keys: hashes of id, texts, and the number of earlier duplicates."""
+    """Yield (key, conversation) pairs; the key is a hash of id, texts and the number of earlier duplicates."""
     counts: Counter[bytes] = Counter()
     for conversation in conversations:
         content = [conversation.id, [[turn.role, turn.text] for turn in conversation.turns]]
@@ -83,13 +83,13 @@ def _digest(content: bytes) -> bytes:
 
 
 class Store(AbstractContextManager["Store"]):
-    """File of finished conversations, one JSON line each, open for one writer.
+    """JSONL file of finished conversations, locked by one process.
 
-    `<path>.json` contains the settings that determine the answers, and `<path>.errors.jsonl` a line for each failed
-    attempt. An incomplete last line is removed when the file is opened again.
+    `<path>.json` contains the settings that determine the answers, and `<path>.errors.jsonl` contains failed attempts.
+    An incomplete last line is removed when the file is opened again.
 
-    Raises ValueError: another process writes the file, it was started with other settings, or a line was not written by
-    regeneration.
+    Raises ValueError: another process has locked the file, it was written with other settings, or it contains a line
+    that was not written by regeneration.
     """
 
     def __init__(self, path: str | os.PathLike[str], settings: Mapping[str, Any]) -> None:
@@ -110,7 +110,7 @@ class Store(AbstractContextManager["Store"]):
         return len(self._done)
 
     def add(self, name: str, key: str, turns: Sequence[Turn], finishes: Sequence[str], cut: str = "") -> None:
-        """Write a conversation: id, key, turns, the finish of each answer, and the reason for missing turns."""
+        """Append a conversation, with the finish reason of each answer and the reason for missing turns (`cut`)."""
         assert key not in self, f"{key} is already written"
         messages = [{"role": turn.role, "content": turn.text} for turn in turns]
         row = {"id": name, "key": key, "messages": messages, "finish": list(finishes)} | ({"cut": cut} if cut else {})
@@ -118,7 +118,7 @@ class Store(AbstractContextManager["Store"]):
         self._done.add(key)
 
     def fail(self, name: str, key: str, error: str) -> None:
-        """Write the error of a conversation that could not be completed."""
+        """Append a failed conversation to the error file."""
         if self._errors is None:
             self._errors = self._stack.enter_context(self.errors_path.open("ab", buffering=0))
         append_line(self._errors, _encode_row({"id": name, "key": key, "error": error}))
@@ -128,7 +128,7 @@ class Store(AbstractContextManager["Store"]):
             os.fsync(self._file.fileno())
 
     def _check_settings(self, settings: Mapping[str, Any]) -> None:
-        """Write the settings of a new file. Raises ValueError if an existing one has others."""
+        """Write the settings of a new file. Raises ValueError if the settings of an existing file differ."""
         file, settings = self.path.with_name(self.path.name + ".json"), json.loads(json.dumps(settings))
         if not self.path.exists() or not self.path.stat().st_size:
             atomic_text(file, json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
@@ -150,7 +150,7 @@ def _encode_row(row: dict[str, Any]) -> bytes:
 
 
 def _read_finished_keys(path: Path) -> set[str]:
-    """Return the keys of the finished conversations; truncate the file after the last complete line."""
+    """Return the keys of the finished conversations, after removing an incomplete last line."""
     done: set[str] = set()
     if not path.exists():
         return done
@@ -180,12 +180,12 @@ async def regenerate(
     stopping: Callable[[], bool] = lambda: False,
     progress: Callable[[int], None] = lambda done: None,
 ) -> RegenerationReport:
-    """Answer every conversation that is not in the store.
+    """Regenerate the answers of all conversations that are not in the store.
 
-    `concurrency` conversations are answered at a time, those with most questions first; `system` is the system text of
-    those that have none. An answer that is empty, or cut by the token limit (unless `keep_cut`), is dropped with
-    everything after it; a conversation without an answer before it has failed. The run is abandoned when `stopping`
-    returns True. `progress` is called with the number of finished conversations.
+    `concurrency` conversations are answered concurrently. `system` is the system prompt of conversations without one.
+    A conversation is truncated before an answer that is empty or, unless `keep_cut` is set, reached the token limit. It
+    counts as failed if no answer remains. The run stops when `stopping` returns True. `progress` is called with the
+    number of finished conversations.
     """
     source = _sort_by_length(item for item in keyed(conversations) if item[0] not in store)
     work = _Work(store, answer, seed, system, keep_cut, stopping, progress)
@@ -203,14 +203,14 @@ async def regenerate(
 
 
 def _sort_by_length(items: Iterator[tuple[str, Conversation]]) -> Iterator[tuple[str, Conversation]]:
-    """Yield conversations by descending number of questions within groups of 4096, to avoid long ones at the end."""
+    """Sort groups of 4096 conversations by descending number of questions, so that no long ones run at the end."""
     while some := list(islice(items, _SORTED)):
         yield from sorted(some, key=lambda item: -sum(turn.role == "user" for turn in item[1].turns))
 
 
 @dataclass(slots=True)
 class _Work:
-    """Work of concurrent tasks, each of which answers one conversation after another."""
+    """State shared by concurrent tasks, each of which answers one conversation at a time."""
 
     store: Store
     answer: Answerer
@@ -222,12 +222,12 @@ class _Work:
     report: RegenerationReport = field(default_factory=RegenerationReport)
 
     async def run(self, source: Iterator[tuple[str, Conversation]]) -> None:
-        """Answer conversations until there are no more, or the run is stopped."""
+        """Answer conversations until the source is exhausted or the run is stopped."""
         while not self.stopping() and (item := next(source, None)):
             await self._converse(*item)
 
     async def _converse(self, key: str, conversation: Conversation) -> None:
-        """Ask the questions of a conversation, and write it, or the reason why it failed."""
+        """Answer the questions of a conversation in order, and store the result or the error."""
         turns = [turn for turn in conversation.turns[:1] if turn.role == "system"]
         if not turns and self.system:
             turns = [Turn("system", self.system)]
@@ -261,7 +261,7 @@ class _Work:
         self.progress(self.report.written + self.report.failed)
 
     def _find_fault(self, reply: Answer | Failure) -> tuple[str, str]:
-        """Return why an answer is not used, as kind and message; both empty if it is."""
+        """Return the kind and the description of the fault of an answer, or empty strings if it is usable."""
         if isinstance(reply, Failure):
             return "request failed", reply.error
         self.report.answers += 1

@@ -1,4 +1,4 @@
-"""Training of byte-level BPE tokenizers, and loading of the tokenizer of a model."""
+"""Training of byte-level BPE tokenizers, and loading of tokenizers."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _NO_TOKENIZER = "the folder has no tokenizer: copy tokenizer.json and tokenizer_
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, special_tokens: Sequence[str]) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE with ids of special tokens first, then of all bytes, then of merges.
+    """Train a byte-level BPE tokenizer. Special tokens get the lowest ids, followed by the bytes and the merges.
 
-    The first special token is used for padding and beginning of sequence, the last for the end of sequence.
+    The first special token is the BOS and padding token, and the last one is the EOS token.
 
     Raises ValueError: special tokens are missing or repeated, or `vocab_size` is too small, or too large for the texts.
     """
@@ -59,10 +59,10 @@ def train_bpe(texts: Iterable[str], vocab_size: int, special_tokens: Sequence[st
 
 
 def load_tokenizer(source: str) -> Any:
-    """Load the tokenizer of a local folder, a GGUF file or a hub id (`user/name`, `user/name@revision`).
+    """Load a tokenizer from a local directory, a GGUF file or a hub id (`user/name`, `user/name@revision`).
 
-    Remote code is not run. If there is only `tokenizer.model`, merges are sorted as in sentencepiece, by score;
-    transformers (5.23 at least) sorts LLaMA's by id, which gives indented text other ids.
+    Remote code is not run. If there is only `tokenizer.model`, merges are sorted by score, as in sentencepiece, because
+    transformers (5.23 at least) sorts LLaMA's merges by id and then tokenizes indented text differently.
 
     Raises ValueError if there is no tokenizer, a required package is missing, or a local folder has a revision.
     """
@@ -92,14 +92,14 @@ def load_tokenizer(source: str) -> Any:
 
 
 def _lacks_files(folder: Path, tokenizer: Any = None) -> bool:
-    """Check if a folder lacks the vocabulary of a tokenizer, or of any; some tokenizers need none."""
+    """Check if a directory has no vocabulary file for a tokenizer, or for any if `tokenizer` is None."""
     known = TOKENIZER_FILES if tokenizer is None else tokenizer.vocab_files_names.values()
     names = {"tokenizer.json", "tekken.json", *known} - {"tokenizer_config.json"}
     return (tokenizer is None or bool(known)) and not any((folder / name).is_file() for name in names)
 
 
 def _with_its_own_merges(tokenizer: Any, name: str, revision: str | None) -> Any:
-    """Return the tokenizer, with merges ordered by score if there is only a sentencepiece model."""
+    """Sort the merges of a tokenizer by score if it has only a sentencepiece model, and return the tokenizer."""
     from transformers.utils import cached_file
 
     def file(file_name: str) -> str | None:
@@ -128,9 +128,9 @@ def _with_its_own_merges(tokenizer: Any, name: str, revision: str | None) -> Any
 
 
 def _scored_merges(model_file: str, vocabulary: dict[str, int]) -> list[tuple[str, str]]:
-    """Return all pairs of pieces that form a piece, in the order of sentencepiece: by score, then longest first.
+    """Return the BPE merges of a sentencepiece model, sorted by score. Equal scores are sorted by descending length.
 
-    Only runs of spaces have equal scores; they are merged from the left.
+    Only runs of spaces have equal scores. They are merged from the left.
     """
     from sentencepiece import SentencePieceProcessor
 

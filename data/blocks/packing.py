@@ -1,6 +1,6 @@
-"""Packing of whole documents into blocks, and of blocks into the batches of every step.
+"""Packing of whole documents into training blocks, and selection of the blocks of each batch.
 
-Letters: B batch (blocks), T tokens of a block.
+Shape suffixes: B batch size (blocks), T tokens per block.
 """
 
 from collections.abc import Sequence
@@ -11,15 +11,15 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-IGNORED = -100  # a label that no loss counts
-PADDING = -1  # the document number of padding
+IGNORED = -100  # label that losses ignore
+PADDING = -1  # document number of padding tokens
 
 
 class Batch(NamedTuple):
-    """Batch of four int64 tensors [B, T].
+    """Batch of packed documents, as four int64 tensors [B, T].
 
-    `labels_BT[b, t]` is the label of token t itself (unshifted), −100 if it is not supervised and at the first token of
-    each document. Positions restart at 0 with every document. `documents_BT` numbers the documents; −1 is padding.
+    `labels_BT[b, t]` is the unshifted label of token t. It is −100 for unsupervised tokens and for the first token of a
+    document. Positions restart at 0 in each document. `documents_BT` is the document of each token, −1 for padding.
     """
 
     tokens_BT: torch.Tensor
@@ -28,15 +28,15 @@ class Batch(NamedTuple):
     documents_BT: torch.Tensor
 
     def to(self, device: torch.device | str) -> "Batch":
-        """Return the batch on another device."""
+        """Move the batch to a device."""
         return Batch(*(tensor.to(device) for tensor in self))
 
     def rows(self, rows: np.ndarray) -> "Batch":
-        """Return the batch of some rows."""
+        """Return a batch that contains only the rows with the given indices."""
         return Batch(*(tensor[torch.from_numpy(rows)] for tensor in self))
 
     def attention_mask_B1TT(self) -> torch.Tensor:
-        """Return a causal, block-diagonal mask, bool [B, 1, T, T]; padding attends to itself."""
+        """Return the causal, block-diagonal attention mask, bool [B, 1, T, T]. Each padding token attends to itself."""
         documents_BT = self.documents_BT
         length = documents_BT.shape[1]
         ones_TT = torch.ones(length, length, dtype=torch.bool, device=documents_BT.device)
@@ -46,7 +46,7 @@ class Batch(NamedTuple):
 
 
 def pack_best_fit(lengths: Sequence[int], block_tokens: int) -> list[list[int]]:
-    """Return the documents of each block by best fit in descending order of length."""
+    """Pack documents into blocks with best-fit decreasing bin packing; return the document indices of each block."""
     if lengths and max(lengths) > block_tokens:
         raise ValueError(f"a document has {max(lengths)} tokens, but a block only {block_tokens}")
     blocks: list[list[int]] = []
@@ -71,7 +71,7 @@ def pack_best_fit(lengths: Sequence[int], block_tokens: int) -> list[list[int]]:
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """Document in a block: `ids` [T], `trained` [T] (nonzero: supervised) and its `number`."""
+    """Document in a block: token `ids` [T], loss mask `trained` [T] and document `number`."""
 
     ids: np.ndarray
     trained: np.ndarray
@@ -79,7 +79,7 @@ class Document:
 
 
 def make_batch(blocks: Sequence[Sequence[Document]], length: int, padding_id: int) -> Batch:
-    """Concatenate the documents of each block, padded to `length` tokens."""
+    """Concatenate the documents of each block into one row, and pad the rows to `length` tokens."""
     shape = (len(blocks), length)
     tokens_BT = np.full(shape, padding_id, dtype=np.int64)
     labels_BT = np.full(shape, IGNORED, dtype=np.int64)
@@ -100,7 +100,7 @@ def make_batch(blocks: Sequence[Sequence[Document]], length: int, padding_id: in
 
 
 def pack(lengths: np.ndarray, block_tokens: int, packing: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return the documents in the order of their blocks, int64 [documents], and their number per block int64."""
+    """Pack documents; return their indices in block order (int64) and the number of documents per block (int64)."""
     if packing == "pad":
         return np.arange(len(lengths)), np.ones(len(lengths), dtype=np.int64)
     blocks = pack_best_fit(lengths.tolist(), block_tokens)
@@ -109,9 +109,9 @@ def pack(lengths: np.ndarray, block_tokens: int, packing: str) -> tuple[np.ndarr
 
 
 def global_batch(blocks: int, batch_blocks: int, step: int, seed: int) -> np.ndarray:
-    """Return the block indices int64 [batch_blocks] of a global step, a pure function of its arguments.
+    """Return the indices of the blocks of a global batch, int64 [batch_blocks].
 
-    Each epoch is a permutation of the blocks; a batch may contain blocks of two epochs.
+    Blocks are shuffled in each epoch, and a batch may span two epochs. The result depends only on the arguments.
     """
     first = step * batch_blocks
     parts: list[np.ndarray] = []
@@ -128,5 +128,5 @@ def global_batch(blocks: int, batch_blocks: int, step: int, seed: int) -> np.nda
 @lru_cache(maxsize=4)
 def _epoch(blocks: int, epoch: int, seed: int) -> np.ndarray:
     order = np.random.default_rng([seed, epoch]).permutation(blocks).astype(np.int64)
-    order.setflags(write=False)  # it is shared by every caller of the cache
+    order.setflags(write=False)  # all callers share the cached array
     return order

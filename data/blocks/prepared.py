@@ -1,9 +1,9 @@
-"""Rendered documents on disk, memory-mapped, and assembled to blocks when a batch is read.
+"""Memory-mapped token data on disk. Blocks are assembled from documents when a batch is loaded.
 
-A folder contains, as flat arrays in the order of rendering, `tokens.npy` (uint16 if the vocabulary allows, else int32)
-and `trained.npy` uint8 (1 for supervised tokens, never the first of a document); `documents.npy` int64
-[documents + 1], the start of each document; `order.npy` int64 [documents] and `blocks.npy` int64 [blocks + 1]: block b
-is the documents order[blocks[b]] … order[blocks[b + 1] - 1]; and `data.json`. Letters: B batch (blocks), T tokens.
+A directory contains `data.json` and these arrays: `tokens.npy` (uint16 or int32, all documents concatenated),
+`trained.npy` (uint8 loss mask), `documents.npy` (int64 [documents + 1], the start of each document), `order.npy` (int64
+[documents]) and `blocks.npy` (int64 [blocks + 1]). Block b consists of the documents order[blocks[b] : blocks[b + 1]].
+Shape suffixes: B batch size (blocks), T tokens.
 """
 
 import json
@@ -42,12 +42,12 @@ def prepare(
     last_turn_only: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> "PreparedData":
-    """Render conversations, pack them into blocks of `block_tokens` and write them to `out_dir`, atomically.
+    """Render conversations, pack them into blocks of `block_tokens` and write the blocks to `out_dir` atomically.
 
-    Prepared data in the folder is replaced. `packing` is "best-fit", or "pad" for one document a block, padded to the
-    longest of a batch. `source` is recorded in the manifest; `progress` is called with the numbers of rows and tokens.
+    Prepared data in `out_dir` is replaced. `packing` is "best-fit", or "pad" for one document per block, padded
+    to the longest one in a batch. The manifest records `source`. `progress` receives the numbers of rows and tokens.
 
-    Raises ValueError: there is nothing to train on, or `out_dir` contains other files.
+    Raises ValueError: no token is supervised, or `out_dir` contains other files.
     """
     out, rows = Path(out_dir), 0
     if out.exists() and not (out / MANIFEST).is_file() and not (out.is_dir() and not any(out.iterdir())):
@@ -83,7 +83,7 @@ def prepare(
 
 
 class PreparedData:
-    """Prepared data, opened for reading. Build it with `PreparedData.load`."""
+    """Prepared data on disk, opened for reading with `PreparedData.load`."""
 
     def __init__(self, directory: Path, manifest: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
         self.directory = directory
@@ -96,7 +96,7 @@ class PreparedData:
 
     @classmethod
     def load(cls, directory: str | os.PathLike[str]) -> "PreparedData":
-        """Open a folder written by `prepare`. Raises ValueError if a file is missing or damaged."""
+        """Open a directory written by `prepare`. Raises ValueError if a file is missing or damaged."""
         directory = Path(directory)
         manifest_file = directory / MANIFEST
         if not manifest_file.is_file():
@@ -114,7 +114,7 @@ class PreparedData:
         return cls(directory, manifest, arrays)
 
     def verify(self, vocab_size: int) -> None:
-        """Compare the arrays with their hashes. Raises ValueError if one differs, or a token is unknown."""
+        """Raise ValueError if the hash of an array has changed or a token id is not below `vocab_size`."""
         for name, written in self.manifest["sha256"].items():
             if (digest := file_hash(path := self.directory / f"{name}.npy")) != written:
                 again = f"delete {self.directory} to prepare it again"
@@ -127,12 +127,12 @@ class PreparedData:
             )
 
     def step_batch(self, step: int, batch_blocks: int, seed: int) -> tuple[np.ndarray, Batch]:
-        """Return the block numbers and the batch of a global step, which depend on the arguments only."""
+        """Return the block indices and the batch of a global step. They depend only on the arguments."""
         indices = global_batch(self.blocks, batch_blocks, step, seed)
         return indices, self.batch(indices)
 
     def batch(self, indices: Sequence[int] | np.ndarray) -> Batch:
-        """Return blocks as a batch [B, T]; with packing "pad", T is the length of the longest."""
+        """Load blocks as a batch [B, T]. With packing "pad", T is the length of the longest document in the batch."""
         blocks = [
             [self._document(document) for document in self._order[self._blocks[b] : self._blocks[b + 1]].tolist()]
             for b in indices
@@ -143,7 +143,7 @@ class PreparedData:
         return make_batch(blocks, length, self._padding_id)
 
     def token_counts(self, *, trained: bool) -> np.ndarray:
-        """Return the number of occurrences of each token, or of supervised ones, int64 [1 + largest id]."""
+        """Count the occurrences of each token id, int64 [1 + largest id]; if `trained`, only supervised ones."""
         counts = np.zeros(0, dtype=np.int64)
         for start in range(0, len(self._tokens), _BUFFER):
             part = slice(start, start + _BUFFER)
@@ -159,12 +159,12 @@ class PreparedData:
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """Return the dtype in which the ids of a vocabulary are stored."""
+    """Return the storage dtype of token ids: uint16 if the vocabulary fits, otherwise int32."""
     return np.dtype(np.uint16) if vocab_size <= 1 << 16 else np.dtype(np.int32)
 
 
 class _Writer:
-    """Writer of documents."""
+    """Writer of the array files of prepared data."""
 
     def __init__(self, folder: Path, vocab_size: int) -> None:
         self._folder = folder
@@ -183,7 +183,7 @@ class _Writer:
         self.trained += sum(end - start for start, end in document.spans)
 
     def finish(self, block_tokens: int, packing: str) -> dict[str, int | float]:
-        """Pack the documents, and return the counts of the manifest."""
+        """Pack the documents, write the remaining arrays, and return the counts for the manifest."""
         self._tokens.close()
         self._trained.close()
         lengths = np.array(self.lengths, dtype=np.int64)
@@ -205,7 +205,7 @@ class _Writer:
 
 
 class _Column:
-    """One-dimensional .npy file that grows; valid after `close`."""
+    """Writer that appends to a one-dimensional .npy file. The file is valid after `close`."""
 
     def __init__(self, path: Path, dtype: np.dtype[Any]) -> None:
         self._file, self._dtype, self._length = path.open("wb", _BUFFER), dtype, 0
@@ -229,6 +229,6 @@ class _Column:
 
 
 def padding_id(tokenizer: Any) -> int:
-    """Return the padding token of blocks, which has no label and is not attended to."""
+    """Return the id of the token that pads blocks: the tokenizer's padding token, its EOS token, or 0."""
     candidates = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
     return int(next(number for number in candidates if number is not None))

@@ -1,17 +1,17 @@
-"""Cleaning of dialogues to whole exchanges; each step is an option of `Cleaning`, and every cut and drop is counted.
+"""Cleaning of conversations, so that they consist of complete question-answer exchanges.
 
-A conversation is counted under the first of these steps that drops it:
+The steps run in this order. A dropped conversation is counted under the first step that drops it:
 
-1. roles and contents (`roles`, `unknown_roles`): contents must be text; half emoji are replaced;
-2. texts: HTML (`html`), escaped Markdown (`escaped_markdown`);
-3. exchanges: leading assistant turns, trailing user turns, and exchanges with an empty message are cut; neighbouring
+1. map roles and check contents (`roles`, `unknown_roles`): contents must be text; lone surrogates are replaced;
+2. convert HTML (`html`) and escaped Markdown (`escaped_markdown`);
+3. remove leading assistant turns, trailing user turns and exchanges with an empty message; merge or drop consecutive
    messages of one role (`non_alternating`);
-4. contents: error messages of the service (`drop_blocked`);
-5. duplicates of a conversation that was kept (`duplicates`);
-6. language (`languages`);
-7. contamination with evaluation texts (`contamination`, `contamination_words`).
+4. drop error messages of the service (`drop_blocked`);
+5. drop duplicates of earlier conversations (`duplicates`);
+6. filter by language (`languages`);
+7. drop conversations that contain evaluation data (`contamination`, `contamination_words`).
 
-For a row of bare text, step 3 only checks that it is not empty.
+For plain text without roles, step 3 only checks that the text is not empty.
 """
 
 import re
@@ -34,7 +34,7 @@ ROLES: dict[str, str] = {
 }
 CALL_ROLE = "function_call"
 TOOL_TAGS = {CALL_ROLE: "tool_call"} | dict.fromkeys(("tool", "function", "observation", "ipython"), "tool_response")
-"""Roles of tool calls and results, with the tags around their texts that Hermes and Qwen use."""
+"""Tags that Hermes and Qwen put around tool calls and tool results, by role."""
 BLOCKED_ANSWERS = (  # error messages of the service in place of answers
     "Too many requests in 1 hour. Try again later.",
     "Only one message at a time. Please allow any other responses to complete before sending another message",
@@ -47,56 +47,56 @@ _CHARACTERS = "\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af\uf900-\ufaff"
 _WORD = re.compile(rf"[{_CHARACTERS}]|[^\W{_CHARACTERS}]+")
 
 Messages = list[tuple[str | None, str]]
-"""Pairs of role and text; the role is None if it is unknown."""
+"""List of (role, text) pairs; unknown roles are None."""
 
 
 class Cleaning(BaseModel):
-    """Options of cleaning. By default whole exchanges are kept unchanged."""
+    """Cleaning options. By default, complete exchanges are kept unchanged."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     non_alternating: Literal["drop", "merge"] = "drop"
-    """Neighbouring messages of one role: "drop" the conversation, or "merge" them with a blank line between."""
+    """Consecutive messages of one role: "drop" the conversation, or "merge" them, separated by a blank line."""
     unknown_roles: Literal["drop", "cut"] = "drop"
     """Unknown roles: "drop" the conversation, or "cut" the message, the question before it and the answer after it."""
     roles: dict[str, Literal["user", "assistant", "system"]] = {}
-    """More roles and their meaning."""
+    """Additional role names, mapped to user, assistant or system."""
     html: Literal["keep", "markdown"] = "keep"
     """HTML outside of code: "keep" it or convert it to "markdown" (needs markdownify)."""
     escaped_markdown: Literal["keep", "unescape"] = "keep"
-    r"""Backslashes such as `\_` outside of code: "keep" them or "unescape"."""
+    r"""Backslash escapes such as `\_` outside of code: "keep" or "unescape" them."""
     drop_blocked: bool = False
-    """Drop conversations with an answer that begins with one of `BLOCKED_ANSWERS`."""
+    """Drop conversations in which an answer begins with one of the messages in `BLOCKED_ANSWERS`."""
     duplicates: tuple[Literal["id", "first-exchange"], ...] = ()
-    """Keep the first conversation of each "id", of each "first-exchange" (question and answer), or both."""
+    """Drop conversations that repeat an earlier "id" or "first-exchange" (first question and answer)."""
     languages: tuple[str, ...] = ()
-    """Keep only these languages, by ISO 639 code; "und": undetermined, "zxx": no language (needs py3langid)."""
+    """ISO 639 codes of the languages to keep; "und": undetermined, "zxx": no language (needs py3langid)."""
     contamination: tuple[str, ...] = ()
-    """Names of evaluation sets: drop conversations whose questions share a run of words with a text of them."""
+    """Evaluation sets. Conversations whose questions share a word n-gram with one of their texts are dropped."""
     contamination_words: int = Field(13, ge=FIRST_WORDS)
-    """Words of such a run; a shorter evaluation text must be contained whole."""
+    """Length n of the shared n-gram in words. A shorter evaluation text must be contained in full."""
 
 
 def role_of(written: Any, roles: Mapping[str, str] = ROLES) -> str | None:
-    """Return the meaning of a role by a table, ignoring case; None for an unknown one."""
+    """Map a role name to user, assistant or system, ignoring case. Return None if the name is unknown."""
     return roles.get(written, roles.get(written.strip().lower())) if isinstance(written, str) else None
 
 
 class _DroppedError(Exception):
-    """Reason why a conversation is not kept."""
+    """Raised to drop a conversation; the message is the reason."""
 
 
 class Cleaner:
-    """Converter of dialogues to conversations, which counts each outcome in `report`.
+    """Cleaner that converts dialogues to conversations.
 
     Args:
-        cleaning: Options.
-        report: Receives the counts.
-        evaluation_texts: Texts of the sets in `cleaning.contamination`.
-        tools: Convert tool calls and results to turns, as Hermes and Qwen do.
-        questions: Keep rows that have questions only, to be answered.
+        cleaning: Cleaning options.
+        report: Report that counts kept, changed and dropped rows.
+        evaluation_texts: Texts of the evaluation sets in `cleaning.contamination`.
+        tools: Whether to convert tool calls and results to turns, in the format of Hermes and Qwen.
+        questions: Whether to keep rows that contain only questions.
 
-    Raises ValueError: A language is unknown, or a package is not installed.
+    Raises ValueError: a language is unknown, or a package is not installed.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class Cleaner:
         self._evaluation = EvaluationTexts(evaluation_texts, cleaning.contamination_words)
 
     def __call__(self, dialogue: Dialogue) -> Conversation | None:
-        """Return whole alternating exchanges, or the turn of a bare text; None (and a count) if there are none."""
+        """Clean a dialogue. Return None if it is dropped; the report counts the reason."""
         report, changes = self.report, set[str]()
         report.rows += 1
         report.forms[dialogue.form] += 1
@@ -142,7 +142,7 @@ class Cleaner:
             changes.add("references used as answers")
             dialogue = replace(dialogue, messages=(*dialogue.messages, ("assistant", dialogue.references[0])))
         bare = len(dialogue.messages) == 1 and dialogue.messages[0][0] == "text"
-        # "system" is always known
+        # The role "system" is always known, so plain text passes the role check.
         messages = self._map_role((("system", dialogue.messages[0][1]),) if bare else dialogue.messages, changes)
         if self._rewrites:
             messages = [(role, _copy_context_mark(text, self._rewrite(text, changes))) for role, text in messages]
@@ -191,7 +191,7 @@ class Cleaner:
         return unescaped
 
     def _whole_exchanges(self, messages: Messages, changes: set[str]) -> Iterator[tuple[str, str]]:
-        """Yield the messages of whole exchanges, after a system message with text."""
+        """Yield the messages of complete exchanges, preceded by the system message if it is not empty."""
         questions = [text for role, text in messages if role == "user" and not _blank(text)]
         if questions and all(role in ("user", "system") for role, _ in messages):
             if not self._questions:
@@ -233,7 +233,7 @@ class Cleaner:
         return _copy_context_mark(texts[-1], "\n\n".join(texts))
 
     def _check_whole(self, identity: str, turns: list[Turn]) -> None:
-        """Drop a conversation by its contents; remember it if it is kept."""
+        """Apply the filters for blocked answers, duplicates, language and contamination."""
         cleaning = self.cleaning
         answers = [turn.text for turn in turns if turn.role == "assistant"]
         if cleaning.drop_blocked and any(text.lstrip("! \n").startswith(BLOCKED_ANSWERS) for text in answers):
@@ -254,12 +254,12 @@ class Cleaner:
 
 
 def _copy_context_mark(text: str, other: str) -> str:
-    """Return another text, marked as a context if `text` is."""
+    """Return `other`, marked as unsupervised context if `text` is."""
     return ContextText(other) if isinstance(text, ContextText) else other
 
 
 def _without_unknown(runs: list[tuple[str | None, list[str]]]) -> list[tuple[str | None, list[str]]]:
-    """Cut runs of unknown roles, with the question before and the answer after."""
+    """Remove messages of unknown roles, the question before them and the answer after them."""
     known: list[tuple[str | None, list[str]]] = []
     after_unknown = False
     for role, texts in runs:
@@ -272,7 +272,7 @@ def _without_unknown(runs: list[tuple[str | None, list[str]]]) -> list[tuple[str
 
 
 def _without_surplus(texts: list[str], changes: set[str]) -> list[str]:
-    """Remove empty texts among adjacent messages of one role."""
+    """Remove empty messages from consecutive messages of one role."""
     if len(texts) == 1:
         return texts
     remaining = [text for text in texts if not _blank(text)] or texts[:1]
@@ -286,7 +286,7 @@ def _blank(text: str) -> bool:
 
 
 def _key(kind: str, identity: str, turns: list[Turn]) -> int:
-    """Return a 60-bit hash, which takes 32 bytes; false duplicates are unlikely below 10^8 conversations."""
+    """Return a 60-bit hash of a conversation. Collisions are unlikely for fewer than 10^8 conversations."""
     first = [turn.text for turn in turns if turn.role != "system"][:2]
     parts = [identity] if kind == "id" else first
     text = "".join(f"{len(part)}:{part}" for part in (kind, *parts))
@@ -295,7 +295,7 @@ def _key(kind: str, identity: str, turns: list[Turn]) -> int:
 
 
 def _sample(turns: list[Turn]) -> str:
-    """Return the first `LANGUAGE_CHARACTERS` characters outside of code."""
+    """Return the first `LANGUAGE_CHARACTERS` characters outside of code, for language identification."""
     sample = ""
     for turn in turns:
         if turn.role != "system" and len(sample) < LANGUAGE_CHARACTERS:
@@ -304,7 +304,7 @@ def _sample(turns: list[Turn]) -> str:
 
 
 def _language_identifier(languages: Iterable[str]) -> Callable[[str], str]:
-    """Return a function from a text to its ISO 639 code."""
+    """Return a function that identifies the language of a text as an ISO 639 code."""
     try:
         from py3langid.langid import MODEL_FILE, LanguageIdentifier
     except ImportError as error:
@@ -318,10 +318,10 @@ def _language_identifier(languages: Iterable[str]) -> Callable[[str], str]:
 
 
 class EvaluationTexts:
-    """Index of evaluation texts by runs of words, ignoring case and punctuation; about 160 bytes per word.
+    """Index of the word n-grams of evaluation texts, which ignores case and punctuation.
 
-    A text matches by any run of `run_words` of its words, or by all of them if it is shorter. A text of fewer than
-    `FIRST_WORDS` words must match completely.
+    An evaluation text matches if it shares `run_words` consecutive words, or all its words if it is shorter. Texts of
+    fewer than `FIRST_WORDS` words must be equal. The index takes about 160 bytes per word.
     """
 
     def __init__(self, texts: Iterable[str], run_words: int) -> None:
@@ -340,7 +340,7 @@ class EvaluationTexts:
         self._whole.discard(hash(()))
 
     def found_in(self, text: str) -> bool:
-        """Check if `text` contains one of the evaluation texts, or a run of one."""
+        """Check if `text` shares a word n-gram with an evaluation text."""
         tokens = _split_words(text)
         if len(tokens) < FIRST_WORDS:
             return hash(tuple(tokens)) in self._whole

@@ -6,8 +6,8 @@ from typing import Any
 
 from ...checkpoints.storage.messages import install_hint
 
-# Names that in angle brackets are almost always HTML. Others are also placeholders ("about <title>"), markers of
-# prompts (<article>) or special tokens (</s>), and count only together with one of these.
+# Tag names that are almost always HTML. Other names may also be placeholders ("about <title>"), prompt markers
+# (<article>) or special tokens (</s>), and count as HTML only if one of these tags is present.
 SURE = (
     "a|abbr|b|blockquote|body|br|button|center|dd|del|div|dl|dt|em|figure|font|form|h[1-6]|head|hr|html|i|iframe|img|ins"
     "|kbd|li|meta|nav|ol|p|pre|script|span|strong|style|sub|sup|svg|table|tbody|td|tfoot|th|thead|tr|tt|ul"
@@ -38,9 +38,9 @@ AMPERSAND = re.compile(r"&(?!#?\w+;)")
 
 
 def unescape_markdown(text: str) -> str:
-    r"""Undo escapes of HTML converters: `\_`, `\*`, `\#`, `\~`, and at line starts `\-`, `\+`, `\=`, `\>`, `1\.`.
+    r"""Remove escapes that HTML converters add: `\_`, `\*`, `\#`, `\~`; at line starts `\-`, `\+`, `\=`, `\>`, `1\.`.
 
-    Code, formulas and all other backslashes are kept.
+    Code, formulas and all other backslashes are unchanged.
     """
     if "\\" not in text:
         return text
@@ -48,16 +48,16 @@ def unescape_markdown(text: str) -> str:
 
 
 def holds_html(text: str) -> bool:
-    """Check if a text has HTML tags outside of code and of the rows of Markdown tables."""
+    """Check if a text contains HTML tags outside of code and Markdown tables."""
     if "<" not in text or not SURE_TAG.search(text):
         return False
     return SURE_TAG.search(_rewrite_around(NO_HTML, text, str, keep=False)) is not None
 
 
 def html_to_markdown(text: str) -> str:
-    """Convert each element of HTML to Markdown; the text around the elements and code are kept.
+    """Convert the HTML elements of a text to Markdown, and keep code and the text between elements unchanged.
 
-    Texts without tags, or with tags that are nested too deep for the parser, are returned unchanged.
+    Texts without tags, and texts whose tags are nested too deeply for the parser, are returned unchanged.
 
     Raises ValueError: markdownify is not installed.
     """
@@ -80,7 +80,7 @@ def html_to_markdown(text: str) -> str:
 
 
 def _rewrite_around(protected: re.Pattern[str], text: str, rewrite: Callable[[str], str], keep: bool = True) -> str:
-    """Apply `rewrite` between protected parts, which are kept or, without `keep`, replaced by a space."""
+    """Apply `rewrite` to the text between protected parts. If `keep` is False, replace these parts by spaces."""
     pieces, end = [], 0
     for match in protected.finditer(text):
         pieces += [rewrite(text[end : match.start()]), match[0] if keep else " "]
@@ -89,7 +89,7 @@ def _rewrite_around(protected: re.Pattern[str], text: str, rewrite: Callable[[st
 
 
 def _only_tags(text: str) -> str:
-    """Escape what an HTML parser would mistake for a tag or an entity: `a < b`, `List<int>`, `?x=1&lt=2`."""
+    """Escape text that an HTML parser would mistake for tags or entities: `a < b`, `List<int>`, `?x=1&lt=2`."""
     return _rewrite_around(ANY_TAG, text, lambda prose: AMPERSAND.sub("&amp;", prose).replace("<", "&lt;"))
 
 
@@ -122,7 +122,7 @@ def _convert(html: str) -> str:
 
 
 def _plain_block(document: Any, block: Any) -> Any:
-    """Return a <pre> with the text of its code only, and the language in `lang`."""
+    """Convert a code block to a <pre> element that contains only the code; its `lang` attribute is the language."""
     code = block.code.extract()
     named = [name.removeprefix("language-") for name in code.get("class", []) if name.startswith("language-")]
     language = named[0] if named else block.get_text().strip()
@@ -132,7 +132,7 @@ def _plain_block(document: Any, block: Any) -> Any:
 
 
 def _append(pieces: list[str], right: str) -> None:
-    """Add a piece, with at most one blank line between two elements."""
+    """Append converted text, separated from the previous piece by at most one blank line."""
     above, below = pieces[-1].rstrip("\n"), right.lstrip("\n")
     if not above or not below:
         pieces[-1] += right

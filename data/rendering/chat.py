@@ -1,7 +1,7 @@
-"""Rendering of conversations by a tokenizer's own chat template, with the ids of `apply_chat_template`.
+"""Rendering of conversations with a tokenizer's own chat template; token ids are equal to `apply_chat_template`.
 
-An answer is the part of a rendering after that of its prompt, up to the end of the turn. Templates that rewrite earlier
-turns, such as those that drop reasoning, give one document per answer. Letters: T tokens.
+The span of an answer begins after its rendered prompt and includes the end-of-turn token. Templates that rewrite
+earlier turns, for example to remove reasoning, produce one document per answer. Shape suffixes: T tokens.
 """
 
 import json
@@ -21,7 +21,7 @@ _THOUGHT = "</think>"
 
 @dataclass(slots=True)
 class ChatDocument:
-    """Exchanges `first` to `last` of a conversation: ids int32 [T], and spans [start, end) of the new answers."""
+    """Rendered exchanges `first` to `last`: ids int32 [T], and the spans [start, end) of supervised answers."""
 
     ids: np.ndarray
     spans: list[tuple[int, int]]
@@ -32,7 +32,7 @@ class ChatDocument:
 
 @dataclass(slots=True)
 class _Draft:
-    """Document under construction: its text, the answers in characters, the ids, and their offsets in the text."""
+    """Unfinished document: text, character spans of the answers, token ids, and character offsets of the tokens."""
 
     text: str
     answers: list[tuple[int, int]]
@@ -43,7 +43,7 @@ class _Draft:
 
     def finished(self, limit: int) -> ChatDocument:
         starts, ends = np.array(self.places, dtype=np.int64).reshape(-1, 2).T
-        # from the first token that overlaps the answer to the last one that begins in it
+        # A span contains all tokens that overlap the answer.
         spans = [(int((ends <= start).sum()), int((starts < end).sum())) for start, end in self.answers]
         spans = [(start, min(end, limit)) for start, end in spans if start < min(end, limit)]
         cut = max(0, len(self.ids) - limit) if spans else 0
@@ -51,18 +51,18 @@ class _Draft:
 
 
 def shown_turns(conversation: Conversation, first: int, last: int) -> list[Turn]:
-    """Return the system text, if any, and the turns of some exchanges."""
+    """Return the system turn, if any, and the turns of the exchanges `first` to `last`."""
     system, turns = len(conversation.turns) % 2, conversation.turns
     return [*turns[:system], *turns[system + 2 * first : system + 2 * last + 2]]
 
 
 def without_thought(answer: str) -> str:
-    """Return an answer without its reasoning."""
+    """Remove the reasoning (up to `</think>`) from an answer."""
     return answer.rpartition("</think>")[2].strip()
 
 
 class ChatLayout:
-    """Layout of conversations by a tokenizer's own chat template."""
+    """Renderer that uses a tokenizer's own chat template."""
 
     def __init__(self, template: Template, tokenizer: Any) -> None:
         self.template, self.tokenizer = template, tokenizer
@@ -70,28 +70,28 @@ class ChatLayout:
         self._checked = set[str]()
 
     def is_needed(self, conversation: Conversation) -> bool:
-        """Return whether the constant texts of the template differ from `apply_chat_template` for a conversation."""
+        """Check if a conversation must be rendered with `apply_chat_template`, not with the constant template texts."""
         return bool(self.template.jinja) or any(
             token in turn.text for turn in conversation.turns for token in self._special
         )
 
     def prompt(self, turns: Sequence[Turn]) -> list[int]:
-        """Return the ids before the next answer. Raises ValueError if the template cannot render the turns."""
+        """Tokenize turns as the prompt of the next answer. Raises ValueError if the template cannot render them."""
         if not turns or turns[-1].role != "user":
             raise ValueError(f"expected turns that end with user, found {', '.join(turn.role for turn in turns)}")
         text = self._render(turns, prompt=True)
         return list(self.tokenizer(text, add_special_tokens=False).input_ids)
 
     def ids(self, conversation: Conversation, first: int, last: int) -> list[int]:
-        """Return the ids of `apply_chat_template` for a range of exchanges, including their answers."""
+        """Return the token ids of `apply_chat_template` for the exchanges `first` to `last`."""
         text = self._render(shown_turns(conversation, first, last), False, conversation.tools)
         return list(self.tokenizer(text, add_special_tokens=False).input_ids)
 
     def documents(self, conversation: Conversation, limit: int) -> Iterator[ChatDocument]:
-        """Yield documents of at most `limit` tokens; one without spans has no room for its exchange.
+        """Yield documents of at most `limit` tokens. A document has no spans if the answer does not fit.
 
         Raises:
-            ValueError: The template cannot render the conversation, or does not show an answer and its end.
+            ValueError: The template cannot render the conversation, or omits an answer or its end-of-turn token.
         """
         draft: _Draft | None = None
         for number in range(len(conversation.turns) // 2):
@@ -118,11 +118,11 @@ class ChatLayout:
         return _Draft(text, [answer], encoded.input_ids, encoded.offset_mapping, first, last)
 
     def _exchange(self, turns: Sequence[Turn], tools: str) -> tuple[str, tuple[int, int]]:
-        """Return the text of turns that end with an answer, and the span of the answer with its end of turn.
+        """Render turns that end with an answer. Return the text and the span of the answer with its end of turn.
 
-        White space that the template adds between prompt and answer belongs to the answer, because the model must
-        generate it. Other text, such as an empty reasoning block, is context, unless the answer contains reasoning
-        itself.
+        The span includes white space that the template adds before the answer, because the model must generate it.
+        It excludes other text that the template adds, such as an empty reasoning block, unless the answer contains
+        reasoning.
         """
         prompt, whole = (self._render(turns[: len(turns) - cut], bool(cut), tools) for cut in (1, 0))
         answer = turns[-1].text

@@ -1,9 +1,9 @@
-"""Tokenization of text in pieces, such that the concatenated ids equal those of the whole text.
+"""Tokenization of text in pieces, such that the concatenated ids are equal to the ids of the whole text.
 
-Some sentencepiece models add a space ("▁") before a text, depending on what precedes it (transformers' `legacy` and
-`add_prefix_space`). The encoding of a piece therefore depends on the kind of text before it (`After`).
+Some sentencepiece tokenizers add a space ("▁") before a text, depending on the preceding text (options `legacy` and
+`add_prefix_space` in transformers). The encoding of a piece therefore depends on the kind of preceding text (`After`).
 
-Letters: T tokens.
+Shape suffixes: T tokens.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ import numpy as np
 _SENTINEL = "\n"
 _NOTHING = np.empty(0, dtype=np.int32)
 _LEADS = ("", " ", "  ", "    ", "\n", "\t", "\n\n    ", "a ", "1")
-# texts on which two encoders of one vocabulary could differ
+# Texts for checking that sentencepiece and the tokenizer return the same ids.
 _PROBES = (
     *("", " ", "def f(x):\n    return  x\n\n\tif  x :\n        pass  ", "1234567890 3.14 -2e10", "'s 'll don't I'm"),
     *("</s> <s> <unk> <0x0A> <|im_end|>", "\u2581a \u2581\u2581b", "a" * 300, "!" * 40 + "=" * 70 + "-" * 33),
@@ -28,31 +28,31 @@ _PROBES = (
 
 
 class After(Enum):
-    """Kind of text before a piece."""
+    """Kind of text that precedes a piece."""
 
-    NOTHING = "nothing"  # the document begins with it
+    NOTHING = "nothing"  # the piece is at the start of the document
     SPECIAL = "special"  # a special token
-    SPACE = "space"  # other text and one space, which belongs to this piece's ids
-    TEXT = "text"  # other text, and nothing between
+    SPACE = "space"  # other text and one space, which is encoded with the piece
+    TEXT = "text"  # other text without a space
 
 
 def special_tokens(tokenizer: Any) -> list[tuple[int, str]]:
-    """Return ids and texts of all special tokens."""
+    """Return the ids and the strings of all special tokens."""
     return [(number, token.content) for number, token in tokenizer.added_tokens_decoder.items() if token.special]
 
 
 def special_strings(tokenizer: Any) -> list[str]:
-    """Return the texts of all special tokens."""
+    """Return the strings of all special tokens."""
     return [text for _, text in special_tokens(tokenizer)]
 
 
 def first_token(text: str, tokenizer: Any) -> tuple[int, int]:
-    """Return the span of the first special token in a text or, if there is none, of the first other added token.
+    """Find the first special token in a text, or the first other added token if there is no special token.
 
-    Some fine-tuned models have an `<|im_end|>` that is not special. The span is (-1, -1) if there is neither.
+    Some fine-tuned models have an `<|im_end|>` that is not special. The returned span is (-1, -1) if none is found.
     """
     tokens = (token.content for token in tokenizer.added_tokens_decoder.values())
-    added = [token for token in tokens if len(token.strip()) > 2]  # others are runs of white space
+    added = [token for token in tokens if len(token.strip()) > 2]  # excludes runs of white space
     for known in (special_strings(tokenizer), added):
         if places := [(text.find(token), -len(token)) for token in known if token in text]:
             start, length = min(places)
@@ -61,9 +61,9 @@ def first_token(text: str, tokenizer: Any) -> tuple[int, int]:
 
 
 class PieceEncoder:
-    """Encoder of pieces of text, which treats the strings of special tokens as ordinary text.
+    """Tokenizer of text pieces that encodes the strings of special tokens as ordinary text.
 
-    If `own` is True, it copies the tokenizer's backend, so that another thread can use the original.
+    If `own` is True, the tokenizer's backend is copied, so that another thread can use the original.
     """
 
     def __init__(self, tokenizer: Any, *, own: bool = False) -> None:
@@ -85,7 +85,7 @@ class PieceEncoder:
         self.bos: list[int] = [bos] if adds_bos else []
 
     def encode(self, texts: Sequence[str], after: Sequence[After]) -> tuple[np.ndarray, np.ndarray]:
-        """Return the ids of all pieces, int32 [T], and the start of each, int64 [pieces + 1]."""
+        """Return the concatenated token ids of all pieces, int32 [T], and the boundaries, int64 [pieces + 1]."""
         encoded = self._encode_raw([self._prepared(*piece) for piece in zip(texts, after, strict=True)])
         if self._adds_space:
             for number, before in enumerate(after):
@@ -95,11 +95,11 @@ class PieceEncoder:
         return np.concatenate([_NOTHING, *encoded]), starts
 
     def one(self, text: str, after: After) -> list[int]:
-        """Return the ids of one piece; [] for ""."""
+        """Return the token ids of a single piece. An empty string has no ids."""
         return list(self.encode([text], [after])[0].tolist()) if text else []
 
     def template(self, text: str, before: str = "") -> list[int]:
-        """Return the ids of a template's text, with special tokens, after the special token `before` (if not "")."""
+        """Tokenize a constant text of a template, including special tokens, as if it followed the token `before`."""
         if not text:
             return []
         ids = list(self.tokenizer(before + text, add_special_tokens=False, split_special_tokens=False).input_ids)
@@ -109,7 +109,7 @@ class PieceEncoder:
         return ids[1:]
 
     def _encode_raw(self, texts: list[str]) -> list[np.ndarray]:
-        """Return the token ids (int32) of each text at the start of a document, without special tokens."""
+        """Return the token ids (int32) of each text as at the start of a document, without adding special tokens."""
         if not texts:
             return []
         if self._pieces is not None and len(texts) > 1:
@@ -117,7 +117,7 @@ class PieceEncoder:
         if self._backend is None:
             encoded = self.tokenizer(texts, add_special_tokens=False, split_special_tokens=True, verbose=False)
             return [np.array(ids, dtype=np.int32) for ids in encoded["input_ids"]]
-        # calling the backend directly is faster; transformers also sets these options in its calls
+        # Calling the backend directly is faster. transformers sets the same options.
         if not self._backend.encode_special_tokens:
             self._backend.encode_special_tokens = True
         if self._backend.truncation is not None:
@@ -128,7 +128,7 @@ class PieceEncoder:
         return [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
 
     def _sentencepiece(self) -> Callable[[list[str]], list[np.ndarray]] | None:
-        """Return an encoder by sentencepiece, which is faster; None if its ids differ from the tokenizer's."""
+        """Return a faster encoder that uses sentencepiece, or None if its ids differ from the tokenizer's."""
         file = getattr(self.tokenizer, "sentencepiece_file", None)
         if file is None or self._backend is None:
             return None
@@ -154,17 +154,17 @@ class PieceEncoder:
         if after is After.SPACE and not self._always_adds_space:
             return " " + text
         if self._adds_space and self._is_bare(after):
-            # encoded after a line break, whose ids are then removed, the text gets no "▁"
+            # With a line break before it, the text gets no "▁". The ids of the line break are removed later.
             return _SENTINEL + text
         return text
 
     def _is_bare(self, after: After) -> bool:
-        """Check if no space is added before the piece."""
+        """Check if the tokenizer must not add a space before a piece."""
         return after is After.TEXT or (after is After.SPECIAL and not self._adds_space_after_special)
 
     def _without_sentinel(self, ids: np.ndarray, text: str) -> np.ndarray:
         skip = len(self._sentinel)
-        # if the line break merged with the text, encode the text alone
+        # If the line break has merged with the text, encode only the text.
         return ids[skip:] if ids[:skip].tolist() == self._sentinel else self._encode_raw([text])[0]
 
     def _probe_after_special(self, bare: list[int]) -> bool:

@@ -1,4 +1,4 @@
-"""Layout of templates as ids of a tokenizer: the constants before, between and after the messages of a conversation."""
+"""Tokenization of chat templates: token ids of the constant texts around the messages of a conversation."""
 
 import re
 from collections.abc import Sequence
@@ -20,19 +20,19 @@ _PROBES = ("a", " a", "\na", "1", ".", "é", "中", "")  # messages that could m
 
 @dataclass(slots=True)
 class Parts:
-    """Messages of a conversation."""
+    """Conversation split into system text, questions and answers."""
 
     conversation: Conversation
     system: str | None
     questions: list[str]
-    answers: list[str]  # one fewer than questions in a prompt, one more in bare text
+    answers: list[str]  # a prompt has one fewer than questions, plain text has one and no question
 
 
 @dataclass(frozen=True, slots=True)
 class _Lead:
-    """Constant before a message: the ids of its beginning, and the `tail`, which may share a token with the message.
+    """Template text before a message: token ids, and a `tail` that is tokenized together with the message.
 
-    `after` is what precedes the tail.
+    `after` is the kind of text before the tail.
     """
 
     ids: np.ndarray  # int32
@@ -41,7 +41,7 @@ class _Lead:
 
 
 class Layout:
-    """Template with its constants as ids of a tokenizer."""
+    """Chat template whose constant texts are tokenized."""
 
     def __init__(self, template: Template, encoder: PieceEncoder) -> None:
         template = fill_tokens(template, encoder.tokenizer)
@@ -62,7 +62,7 @@ class Layout:
         self.next = self._next(closing[0])
 
     def pieces(self, batch: Sequence[Parts]) -> tuple[list[str], list[After]]:
-        """Return all texts of conversations in order, and the kind of text before each."""
+        """Return all texts to tokenize for a batch of conversations, and the kind of text before each."""
         texts: list[str] = []
         after: list[After] = []
         for parts in batch:
@@ -80,7 +80,7 @@ class Layout:
         return texts, after
 
     def parts(self, conversation: Conversation, *, ends_with: str) -> Parts:
-        """Return the messages of a conversation."""
+        """Split a conversation into system text, questions and answers, and check the order of its turns."""
         turns = conversation.turns
         if [turn.role for turn in turns] == ["assistant"] == [ends_with] and self.template.name == "plain":
             return Parts(conversation, None, [], [turns[0].text])
@@ -92,7 +92,7 @@ class Layout:
         return Parts(conversation, system, questions, answers)
 
     def prompt(self, turns: tuple[Turn, ...]) -> list[int]:
-        """Return the ids before the next answer."""
+        """Tokenize turns as the prompt of the next answer."""
         parts = self.parts(Conversation("prompt", turns), ends_with="user")
         ids, starts = self.encoder.encode(*self.pieces([parts]))
         encoded = iter([ids[starts[i] : starts[i + 1]] for i in range(len(starts) - 1)])
@@ -104,7 +104,7 @@ class Layout:
         return list(np.concatenate(pieces).tolist())
 
     def first_lead(self, parts: Parts) -> _Lead:
-        """Return the constant before the first question, with tools and system text."""
+        """Return the template text before the first question, including the tools and the system text."""
         return self._leads(parts.system, parts.conversation.tools)
 
     def _first_lead(self, system: str | None, tools: str) -> _Lead:
@@ -122,26 +122,26 @@ class Layout:
         return _Lead(np.concatenate([lead.ids, ids, rest.ids]), rest.tail, rest.after)
 
     def lead_tokens(self, parts: Parts) -> int:
-        """Return the number of ids of a document's first question, encoded with its lead, that are the template's."""
+        """Return how many tokens of an encoded first question belong to the template and not to the question."""
         lead = self.first_lead(parts)
         return len(self.encoder.one(lead.tail.rstrip(" "), lead.after))
 
     def first_ids(self, parts: Parts, number: int, question_ids: np.ndarray) -> np.ndarray:
-        """Return the ids of a question that begins a document after a split."""
+        """Return the token ids of a question that becomes the first one of a document after a split."""
         lead = self.first_lead(parts)
         if (lead.tail, lead.after) == (self.next.tail, self.next.after):
             return question_ids
         return self.encoder.encode([lead.tail + parts.questions[number] + self.behind_question], [lead.after])[0]
 
     def _head(self, text: str) -> tuple[str, str]:
-        """Split a constant after a message at its first special token, or before the space at its end."""
+        """Split the template text after a message at its first special token, or before a trailing space."""
         match = self._special.search(text)
         if match is not None:
             return text[: match.start()], text[match.start() :]
         return (text[:-1], " ") if text.endswith(" ") else (text, "")
 
     def _constant(self, rest: str) -> _Lead:
-        """Return the constant between question and answer, which shares no token with the generated answer."""
+        """Tokenize the template text between question and answer, separately from the answer."""
         if rest in ("", " "):
             return _Lead(NO_IDS, "", After.SPACE if rest else After.TEXT)
         space = rest.endswith(" ")
@@ -151,14 +151,14 @@ class Layout:
         return _Lead(_array(self.encoder.template(rest)), "", after)
 
     def lead(self, text: str, after: After = After.NOTHING, before: str = "") -> _Lead:
-        """Return a constant before a message, which follows `after` (the special token `before`, if any)."""
+        """Tokenize the template text before a message. It follows text of kind `after` (the special token `before`)."""
         ends = [match.end() for match in self._special.finditer(text)]
         if not ends:
             return _Lead(NO_IDS, text, after)
         return _Lead(_array(self.encoder.template(text[: ends[-1]], before)), text[ends[-1] :], After.SPECIAL)
 
     def _split_long(self, lead: _Lead) -> _Lead:
-        """Shorten the tail of a lead, to tokenize its beginning only once, if this changes no ids."""
+        """Tokenize the beginning of a long tail in advance, if this does not change the ids of messages."""
         for match in list(re.finditer(r"(?<=\S) (?=\S)", lead.tail))[: -_SPLITS_TRIED - 1 : -1]:
             head, tail = lead.tail[: match.start()], lead.tail[match.end() :]
             ids = self.encoder.one(head, lead.after)
@@ -168,7 +168,7 @@ class Layout:
         return lead
 
     def _next(self, closing: str) -> _Lead:
-        """Return the constant before later questions, without the part in `after`."""
+        """Tokenize the template text before later questions, without the text `after` the previous answer."""
         after = self.template.after
         lead = self.lead(after + self.template.next, After.SPECIAL, closing)
         if np.array_equal(lead.ids[: len(self.after)], self.after) and (len(lead.ids) or not after):
@@ -183,7 +183,7 @@ class Layout:
 
 
 def check_turns(conversation: Conversation, *, ends_with: str) -> None:
-    """Raise ValueError if the turns are not [system], user, assistant, …, the last of this role."""
+    """Raise ValueError unless the turns are [system], user, assistant, … and the last role is `ends_with`."""
     roles = [turn.role for turn in conversation.turns]
     roles = roles[roles[:1] == ["system"] :]
     if roles != [("user", "assistant")[i % 2] for i in range(len(roles))] or not roles or roles[-1] != ends_with:

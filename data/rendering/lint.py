@@ -1,7 +1,7 @@
-"""Check of rendered documents against their conversations: the supervised tokens must be the assistant's answers.
+"""Check that the supervised tokens of rendered documents are exactly the answers of the assistant.
 
-Each supervised span is decoded and compared with its answer and end of turn, and the tokens before it must contain the
-question.
+Each supervised span is decoded and compared with the answer and its end of turn. The tokens before the span must
+contain the question.
 """
 
 from collections import Counter
@@ -27,7 +27,7 @@ UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 
 @dataclass(slots=True)
 class LintReport:
-    """Counts of documents, tokens and faults; `clean` documents have no fault."""
+    """Counts of documents, tokens and faults. `clean` is the number of documents without faults."""
 
     documents: int = 0
     tokens: int = 0
@@ -36,7 +36,7 @@ class LintReport:
     faults: Counter[str] = field(default_factory=Counter)
 
     def failures(self, min_clean_share: float, min_trained_share: float) -> list[str]:
-        """Return a message for each share below its minimum."""
+        """Return a message for each share (clean documents, supervised tokens) that is below its minimum."""
         messages = []
         for title, floor, part, whole in (
             ("documents without faults", min_clean_share, self.clean, self.documents),
@@ -48,7 +48,7 @@ class LintReport:
         return messages
 
     def summary(self) -> str:
-        """Return one line: `120 documents, 90,112 tokens, 61.0 % supervised; 2 documents with faults (…)`."""
+        """Format the counts: `120 documents, 90,112 tokens, 61.0 % supervised; 2 documents with faults (…)`."""
         share = f"{100 * self.trained_tokens / self.tokens:.1f} %" if self.tokens else "none"
         listed = ", ".join(f"{count:,} {name}" for name, count in self.faults.items())
         faults = f"{self.faults.total():,} documents with faults ({listed})" if listed else "no faults"
@@ -56,10 +56,10 @@ class LintReport:
 
 
 class Linter:
-    """Checker of documents rendered with a tokenizer and a template, which keeps a `report` of them.
+    """Checker of rendered documents for a tokenizer and a template. `report` contains the counts.
 
     Raises:
-        ValueError: The template needs {eos} or {bos}, or a special token, that the tokenizer lacks.
+        ValueError: The template requires {eos}, {bos} or another special token that the tokenizer does not have.
     """
 
     def __init__(self, tokenizer: Any, template: Template) -> None:
@@ -68,7 +68,7 @@ class Linter:
         self._template = template if template.jinja else fill_tokens(template, tokenizer)
         self._decoder = PieceDecoder(tokenizer)
         self._special = special_flags(tokenizer)
-        # an answer ends with one special token, possibly after a text
+        # An answer ends with one special token, which other template text may precede.
         names = [token.content for number, token in tokenizer.added_tokens_decoder.items() if self._special[number]]
         closing = max((name for name in names if self._template.end.endswith(name)), key=len, default="")
         self._end_text, self._end_id = (
@@ -81,7 +81,7 @@ class Linter:
         self._first: list[Rendered] = []
 
     def check(self, document: Rendered) -> str | None:
-        """Return the fault of a document, or None."""
+        """Check a document. Return its fault, or None."""
         fault = self._find_fault(document)
         self.report.documents += 1
         self.report.tokens += len(document.ids)
@@ -96,7 +96,7 @@ class Linter:
         return fault
 
     def examples(self) -> list[Rendered]:
-        """Return up to three documents: the first with a fault, and the first ones."""
+        """Return up to three documents: the first one with a fault, then the first ones without faults."""
         return self._first[:3]
 
     def _find_fault(self, document: Rendered) -> str | None:
@@ -115,7 +115,7 @@ class Linter:
         return self._find_exchange_fault(document, [questions[n] for n in numbers], [answers[n] for n in numbers])
 
     def _find_chat_fault(self, chat: ChatLayout, document: Rendered) -> str | None:
-        """Compare a document with `apply_chat_template`, and its spans with the answers."""
+        """Compare the ids of a document with `apply_chat_template`, and its supervised spans with the answers."""
         first, last, ids = document.first, document.last, document.ids.tolist()
         if not document.question_cut and ids != chat.ids(document.conversation, first, last)[: len(ids)]:
             return TEMPLATE_DIFFERS
@@ -130,7 +130,7 @@ class Linter:
         return None
 
     def _find_exchange_fault(self, document: Rendered, questions: list[str], answers: list[str]) -> str | None:
-        """Return the fault of a document whose supervised spans should be these answers."""
+        """Compare the supervised spans with `answers`, and the tokens before them with `questions`."""
         ids, spans = document.ids.tolist(), document.spans
         if len(answers) != len(spans):
             return ANSWER_DIFFERS
@@ -164,9 +164,9 @@ class Linter:
         return None if is_whole and is_part and not self._special[body].any() else ANSWER_DIFFERS
 
     def _matches(self, decoded: str, text: str, is_prefix: bool) -> bool:
-        """Compare a decoded text with the written one, or with the tokenizer's round trip (such as normal forms).
+        """Check if decoded text equals `text`, or `text` encoded and decoded (for tokenizers that normalize).
 
-        One space before the text is ignored.
+        A leading space is ignored. With `is_prefix`, the decoded text may be a prefix.
         """
         if decoded.removeprefix(" ") == text.removeprefix(" "):
             return True
@@ -180,20 +180,20 @@ class Linter:
 
 
 class PieceDecoder:
-    """Decoder of pieces from the middle of documents, with their special tokens."""
+    """Decoder for token sequences from the middle of a document, which keeps special tokens."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        # decoded after another token, because decoders remove a space at the start of a text
+        # Pieces are decoded after another token, because decoders remove a leading space.
         self._anchor = list(tokenizer("a", add_special_tokens=False).input_ids)
         self._anchor_text = self._plain([self._anchor])[0]
 
     def decode(self, pieces: list[list[int]]) -> list[str]:
-        """Return the text of each piece."""
+        """Decode each piece to text."""
         return [text.removeprefix(self._anchor_text) for text in self._plain([self._anchor + ids for ids in pieces])]
 
     def round_trip(self, text: str) -> str:
-        """Return a text encoded and decoded, which may change it (normal forms, unknown characters)."""
+        """Encode and decode a text. The result may differ (Unicode normalization, unknown characters)."""
         encoded = self._tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)
         return self.decode([list(encoded.input_ids)])[0]
 
@@ -206,12 +206,12 @@ class PieceDecoder:
 
 
 def vocabulary_size(tokenizer: Any) -> int:
-    """Return the number of ids, which is larger than the number of tokens if there are gaps."""
+    """Return the largest token id plus one, which exceeds the number of tokens if ids are missing."""
     return max(len(tokenizer), max(tokenizer.get_vocab().values()) + 1)
 
 
 def special_flags(tokenizer: Any) -> np.ndarray:
-    """Return flags bool [V] of special tokens that no text is encoded to (unlike `unk`)."""
+    """Return a mask, bool [V], of special tokens. It excludes `unk`, which ordinary text can be encoded to."""
     flags = np.zeros(vocabulary_size(tokenizer), dtype=bool)
     flags[[number for number, token in tokenizer.added_tokens_decoder.items() if token.special]] = True
     unknown = getattr(tokenizer, "unk_token_id", None)

@@ -1,7 +1,7 @@
-"""Rendering of conversations to token ids, with the supervised spans.
+"""Rendering of conversations to token ids and supervised spans.
 
-Ids are built turn by turn and not searched in a re-tokenized string, so that labels are exact. Messages are encoded as
-plain text: "</s>" or "<|im_end|>" in a message never becomes a special token. Letters: T tokens.
+Token ids are built turn by turn, so that the spans of answers are exact. Messages are encoded as plain text: "</s>" or
+"<|im_end|>" in a message never becomes a special token. Shape suffixes: T tokens.
 """
 
 from collections import deque
@@ -19,19 +19,19 @@ from .encoding import PieceEncoder
 from .layout import NO_IDS, Layout, Parts, check_turns
 from .templates import OWN, Template
 
-_BATCH_CHARACTERS = 1 << 19  # enough for all cores, and small compared with a model
+_BATCH_CHARACTERS = 1 << 19  # large enough to use all cores, and small in memory
 _BATCHES_AHEAD = 3
-_THREADS = 2  # a second batch keeps the other cores busy at the end of the first
+_THREADS = 2  # two batches at a time, so that no core is idle at the end of a batch
 _NO_LIMIT = 1 << 62
 _LEAST_SPACE = 16  # minimum number of tokens for question and answer in a block
 
 
 @dataclass(slots=True)
 class Rendered:
-    """Document with `ids` int32 [T], and `spans` [start, end) of the answers with their end of turn.
+    """Document with token `ids` int32 [T], and `spans` [start, end) of the answers including their end of turn.
 
-    It contains the exchanges of `conversation` from number `first` to `last`. In a single exchange that is too long,
-    `question_cut` tokens are removed from the start of the question, and `answer_cut` from the end of the answer.
+    It contains the exchanges `first` to `last` of `conversation`. If a single exchange is too long, `question_cut`
+    tokens are removed from the start of the question and `answer_cut` tokens from the end of the answer.
     """
 
     ids: np.ndarray
@@ -43,14 +43,14 @@ class Rendered:
     answer_cut: int = 0
 
     def exchanges(self) -> list[int]:
-        """Return the numbers of the exchanges whose answers are the spans."""
+        """Return the index of the exchange of each supervised span."""
         turns = self.conversation.turns
         answers = [turn for turn in turns if turn.role == "assistant"]
         learned = [number for number in range(self.first, self.last + 1) if answers[number].is_learned]
         return learned[len(learned) - len(self.spans) :]
 
     def trainable(self) -> np.ndarray:
-        """Return flags bool [T], True inside the spans."""
+        """Return the loss mask of the tokens, bool [T]."""
         flags = np.zeros(len(self.ids), dtype=bool)
         for start, end in self.spans:
             flags[start:end] = True
@@ -66,25 +66,25 @@ class RenderReport:
 
     conversations: int = 0
     rendered: int = 0
-    left_out: int = 0  # conversations without an answer that fits
+    left_out: int = 0  # conversations without supervised tokens
     documents: int = 0
     split: int = 0  # conversations that became several documents
     exchanges: int = 0
-    no_room: int = 0  # exchanges left out: the system text leaves no room for them
+    no_room: int = 0  # exchanges left out because the system prompt leaves too little space
     context_only: int = 0  # exchanges that `last_turn_only` excludes
-    questions_cut: int = 0  # exchanges whose question lost its beginning
-    answers_cut: int = 0  # exchanges whose answer lost its end
+    questions_cut: int = 0  # exchanges whose question was truncated at the start
+    answers_cut: int = 0  # exchanges whose answer was truncated at the end
     question_tokens_cut: int = 0
     answer_tokens_cut: int = 0  # including the ends of turn
 
 
 def render(conversation: Conversation, template: Template, tokenizer: Any) -> Rendered:
-    """Return ids and spans of a whole conversation, of any length."""
+    """Render a conversation as a single document without a length limit."""
     return next(Renderer(template, tokenizer, None)([conversation]))
 
 
 def prompt_renderer(template: Template, tokenizer: Any) -> Callable[[Sequence[Turn]], list[int]]:
-    """Return a function from turns to the ids [T] before the next answer, by `apply_chat_template` if it is its own."""
+    """Return a function that tokenizes turns as the prompt of the next answer, with the given template."""
     if template.name == OWN:
         return ChatLayout(template, tokenizer).prompt
     layout = Layout(template, PieceEncoder(tokenizer))
@@ -92,13 +92,13 @@ def prompt_renderer(template: Template, tokenizer: Any) -> Callable[[Sequence[Tu
 
 
 class Renderer:
-    """Renderer of conversations, which tokenizes ahead in threads.
+    """Renderer that converts conversations to documents of at most `max_tokens` tokens, with threads for tokenization.
 
-    A conversation over `max_tokens` is split between exchanges, and each document begins with the system text. In a
-    longer exchange, first the start of the question is cut, down to half of the room if the answer needs the rest, then
-    the end of the answer. With `last_turn_only` only the last answer of a conversation is supervised.
+    Longer conversations are split between exchanges, and each document begins with the system prompt. If a single
+    exchange is too long, the start of the question is truncated first, to no less than half of the space, then the end
+    of the answer. With `last_turn_only`, only the last answer of a conversation is supervised.
 
-    Raises ValueError: turns are not [system], user, assistant, …, or the tokenizer lacks a special token.
+    Raises ValueError: turns do not alternate, or the tokenizer does not have a special token of the template.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class Renderer:
         self._last_turn_only = last_turn_only
 
     def __call__(self, conversations: Iterable[Conversation], report: RenderReport | None = None) -> Iterator[Rendered]:
-        """Yield the documents of conversations in order, and fill the report."""
+        """Render conversations, yield their documents in order, and update the counts of the report."""
         report = report if report is not None else RenderReport()
         chat = self._chat
         for is_chat, group in groupby(conversations, lambda each: chat is not None and chat.is_needed(each)):
@@ -146,7 +146,7 @@ class Renderer:
     def _documents(
         self, batch: list[Parts], encoded: Future[tuple[np.ndarray, np.ndarray]], report: RenderReport
     ) -> Iterator[Rendered]:
-        """Yield the documents of encoded conversations."""
+        """Assemble the documents of a batch of tokenized conversations."""
         assert self._layout is not None
         ids, starts = encoded.result()
         bounds = starts.tolist()
@@ -162,7 +162,7 @@ class Renderer:
             yield from self._count_documents(documents, max(1, len(parts.questions)), report)
 
     def _count_documents(self, documents: list[Rendered], exchanges: int, report: RenderReport) -> list[Rendered]:
-        """Return the documents of a conversation that have supervised tokens, and count them."""
+        """Return the documents of a conversation that contain supervised tokens, and update the report."""
         report.exchanges += exchanges
         report.no_room += sum(not document.spans for document in documents)
         for document in documents:
@@ -188,7 +188,7 @@ class Renderer:
 
 
 def _batches(layout: Layout, conversations: Iterable[Conversation]) -> Iterator[list[Parts]]:
-    """Yield the messages of conversations in batches of `_BATCH_CHARACTERS`."""
+    """Group conversations into batches of about `_BATCH_CHARACTERS` characters."""
     batch: list[Parts] = []
     characters = 0
     for conversation in conversations:
@@ -203,7 +203,7 @@ def _batches(layout: Layout, conversations: Iterable[Conversation]) -> Iterator[
 
 
 class _Document:
-    """Document under construction."""
+    """Unfinished document, to which exchanges are added."""
 
     def __init__(self, layout: Layout, parts: Parts, first: int) -> None:
         self.layout, self.parts = layout, parts
@@ -212,7 +212,7 @@ class _Document:
         self.length = len(self.pieces[0]) + len(self.pieces[1])
 
     def add(self, lead: np.ndarray, question: np.ndarray, answer: np.ndarray, limit: int) -> bool:
-        """Add a complete exchange if it fits; return True if it does."""
+        """Add an exchange if it fits completely, and return whether it was added."""
         layout = self.layout
         start = self.length + len(lead) + len(question) + len(layout.answer.ids)
         end = start + len(answer) + len(layout.end)
@@ -224,7 +224,7 @@ class _Document:
         return True
 
     def add_cut(self, question: np.ndarray, answer: np.ndarray, limit: int) -> bool:
-        """Add as much of an exchange as fits into an empty document; return False if nothing fits."""
+        """Add a truncated exchange to an empty document. Return False if the space is too small."""
         layout = self.layout
         lead = layout.lead_tokens(self.parts)
         space = limit - self.length - len(layout.answer.ids) - len(layout.end)
@@ -250,7 +250,7 @@ class _Document:
 
 
 def _split(layout: Layout, parts: Parts, texts: list[np.ndarray], max_tokens: int | None) -> Iterator[Rendered]:
-    """Yield documents of at most `max_tokens`; one without spans has no room for its exchange."""
+    """Split a conversation into documents of at most `max_tokens`. If an exchange does not fit, there are no spans."""
     limit = max_tokens if max_tokens is not None else _NO_LIMIT
     document: _Document | None = None
     for number, (question, answer) in enumerate(zip(texts[::2], texts[1::2], strict=True)):

@@ -1,7 +1,7 @@
-"""Chat templates: the constant texts around the messages of a conversation.
+"""Chat templates, represented by the constant texts around the messages of a conversation.
 
-`render` converts a template to token ids turn by turn. A tokenizer's own chat template is converted by rendering
-markers and splitting the text around them.
+A tokenizer's own chat template (Jinja) is converted to this form: marker strings are rendered as messages, and the
+rendered text is split at the markers.
 """
 
 import json
@@ -16,7 +16,7 @@ from ..conversations import Turn, tool_text
 from .encoding import first_token, special_strings
 
 OWN = "tokenizer"
-"""Name of a tokenizer's own chat template."""
+"""Template name that selects the tokenizer's own chat template."""
 
 _LEAVE_OUT = "Remove the column `tools` and the tool calls from the rows, or use another template"
 _SYSTEM, _QUESTIONS, _ANSWERS = "xSYSTEMx", ("xASKx1", "xASKx2", "xASKx3"), ("xTELLx1", "xTELLx2", "xTELLx3")
@@ -24,13 +24,13 @@ _SYSTEM, _QUESTIONS, _ANSWERS = "xSYSTEMx", ("xASKx1", "xASKx2", "xASKx3"), ("xT
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """Constant texts around messages; get one by name from `get_template`.
+    """Chat template as constant texts around messages. Use `get_template` to get a template by name.
 
-    A conversation is `start`, question, `middle`, answer, `end`, `after`, `next`, question, `middle` …. With a system
-    text, `system[0]`, the text and `system[1]` replace `start`; if `system` is None, the text and a blank line precede
-    the first question. A trailing space of a constant is tokenized with the next message. `{bos}` and `{eos}` are the
-    tokenizer's; a beginning of sequence that the tokenizer adds comes first, unless `writes_bos`. `special_tokens` must
-    be special tokens of the tokenizer.
+    A conversation is rendered as `start`, question, `middle`, answer, `end`, `after`, `next`, question, `middle` ….
+    With a system prompt, `system[0]`, the prompt and `system[1]` replace `start`. If `system` is None, the prompt and a
+    blank line precede the first question. `{bos}` and `{eos}` stand for the tokenizer's tokens. The BOS token that a
+    tokenizer adds is prepended unless `writes_bos` is set. The tokenizer must have all `special_tokens`. A trailing
+    space of a constant text is tokenized together with the next message.
     """
 
     name: str
@@ -44,14 +44,14 @@ class Template:
     writes_bos: bool = False
     special_tokens: tuple[str, ...] = ()
     jinja: str = ""
-    """Chat template of a tokenizer that no constant texts reproduce: see `chat.ChatLayout`."""
+    """Jinja source of a chat template that cannot be expressed as constant texts (see `chat.ChatLayout`)."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Variables of a tokenizer's chat template."""
+    """Variables that are passed to the tokenizer's chat template."""
     parts: bool = False
-    """True if the chat template reads messages as lists of parts, as those of multimodal models do."""
+    """Whether the content of messages must be a list of parts, as for multimodal models."""
 
     def messages(self, turns: Sequence[Turn]) -> tuple[str | None, list[str], list[str]]:
-        """Split a conversation into its system text, questions and answers, and strip them as configured.
+        """Split turns into system prompt, questions and answers, and strip white space as the template does.
 
         The turns are an optional system turn, followed by alternating user and assistant turns.
         """
@@ -76,7 +76,7 @@ ALPACA_SYSTEM = (
 TEMPLATES: dict[str, Template] = {
     template.name: template
     for template in (
-        # FastChat's conversation of that name
+        # the FastChat template of the same name
         Template(
             name="vicuna-v1.1",
             start=f"{VICUNA_SYSTEM} USER: ",
@@ -106,7 +106,7 @@ TEMPLATES: dict[str, Template] = {
             after="\n",
             special_tokens=("<|im_start|>", "<|im_end|>"),
         ),
-        # the `text` column of tatsu-lab/alpaca; later questions follow as further instructions
+        # format of the `text` column of tatsu-lab/alpaca; follow-up questions become new instructions
         Template(
             name="alpaca",
             start=f"{ALPACA_SYSTEM}\n\n### Instruction:\n",
@@ -115,7 +115,7 @@ TEMPLATES: dict[str, Template] = {
             middle="\n\n### Response:\n",
             end="{eos}",
         ),
-        # without constant texts: for translation, summaries and bare text
+        # no constant texts: for translation, summarization and plain text
         Template(name="plain", start="", system=("", "\n"), next="", middle="\n", end="{eos}"),
         # T5: inputs and outputs end with {eos}; a system text is the task prefix
         Template(name="t5", start="", system=("", " "), next="", middle="{eos}", end="{eos}"),
@@ -127,13 +127,13 @@ CHATML_JINJA = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-"""Jinja form of `chatml`, for a tokenizer's `chat_template`."""
+"""Jinja source of `chatml`, for the `chat_template` of a tokenizer."""
 
 
 def get_template(name: str, tokenizer: Any = None, options: Mapping[str, Any] | None = None) -> Template:
-    """Return the template of a name; "tokenizer" is the tokenizer's own, with variables.
+    """Return a template by name; "tokenizer" selects the tokenizer's own, to which `options` are passed.
 
-    Raises ValueError: there is no such template, the tokenizer's own cannot be used, or another one is given variables.
+    Raises ValueError: the name is unknown, the own template is unusable, or another template is given `options`.
     """
     if name == OWN:
         return own_template(tokenizer, options or {})
@@ -146,7 +146,7 @@ def get_template(name: str, tokenizer: Any = None, options: Mapping[str, Any] | 
 
 
 def fill_tokens(template: Template, tokenizer: Any) -> Template:
-    """Replace {eos} and {bos} by the tokenizer's tokens. Raises ValueError if it lacks a special token."""
+    """Replace {eos} and {bos} with the tokenizer's tokens. Raises ValueError if a required token is missing."""
     known = special_strings(tokenizer)
     if lacking := [text for text in template.special_tokens if text not in known]:
         raise ValueError(f"template {template.name} requires special tokens that the tokenizer lacks: {lacking}")
@@ -165,10 +165,10 @@ def fill_tokens(template: Template, tokenizer: Any) -> Template:
 
 
 def own_template(tokenizer: Any, options: Mapping[str, Any]) -> Template:
-    """Return the chat template of a tokenizer, as constant texts if these reproduce it.
+    """Convert the chat template of a tokenizer to constant texts, or keep its Jinja source if that is not possible.
 
     Raises:
-        ValueError: There is none, or it cannot render a question and an answer.
+        ValueError: The tokenizer has no chat template, or its template cannot render a question and an answer.
     """
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError("the tokenizer has no chat template: set another `template`, such as chatml")
@@ -192,9 +192,9 @@ def own_template(tokenizer: Any, options: Mapping[str, Any]) -> Template:
 
 
 def _find_message_form(chat: "_Chat") -> "tuple[_Chat, str]":
-    """Return the chat with the form of messages that its template shows, and the text that follows an answer, if known.
+    """Find the message format that a chat template supports; return the chat and the text after an answer, if known.
 
-    A template may require a system text, or change the texts of messages. Raises ValueError if it cannot be rendered.
+    A template may require a system prompt or lists of parts. Raises ValueError if no format can be rendered.
     """
     for system, parts in ((None, False), (None, True), (_SYSTEM, False), (_SYSTEM, True)):
         tried = replace(chat, parts=parts)
@@ -205,11 +205,11 @@ def _find_message_form(chat: "_Chat") -> "tuple[_Chat, str]":
 
 
 def _constant_texts(chat: "_Chat") -> Template:
-    """Return a chat template as constant texts.
+    """Convert a chat template to constant texts.
 
     Raises:
-        ValueError: It rewrites earlier turns, adds text before an answer that the prompt lacks, or ends an answer
-            without a special token.
+        ValueError: The template rewrites earlier turns, adds text before an answer that is not part of the prompt, or
+            does not end an answer with a special token.
     """
     prompts = [chat.render(turns, prompt=True) for turns in (1, 2, 3)]
     wholes = [chat.render(turns, prompt=False) for turns in (1, 2, 3)]
@@ -239,10 +239,10 @@ def _constant_texts(chat: "_Chat") -> Template:
 
 
 def with_tools(template: Template, tokenizer: Any, tools: str) -> Template:
-    """Return a tokenizer's own template for conversations with tools (JSON list).
+    """Return the tokenizer's own template for conversations with these tools (JSON list).
 
-    Raises ValueError: it is another template, does not render the tools before the first question, or renders calls in
-    another form than `<tool_call>`, `<tool_response>`.
+    Raises ValueError: the template is not the tokenizer's own, does not render the tools before the first question, or
+    does not render calls and results as `<tool_call>` and `<tool_response>`.
     """
     tool_list = json.loads(tools)
     if template.name != OWN:
@@ -256,7 +256,7 @@ def with_tools(template: Template, tokenizer: Any, tools: str) -> Template:
 
 
 def check_calls(tokenizer: Any, template: Template, tools: str) -> None:
-    """Raise ValueError if a chat template renders tool calls in another form than `<tool_call>`, or no tools."""
+    """Raise ValueError if a chat template ignores tools or does not render tool calls as `<tool_call>`."""
     parsed = json.loads(tools)
     chat, call = _Chat(tokenizer, template.options, parsed, template.parts), {"name": "xNAMEx", "arguments": {"x": 1}}
     if parsed and chat.render(1, prompt=True) == replace(chat, tools=None).render(1, prompt=True):
@@ -273,7 +273,7 @@ def check_calls(tokenizer: Any, template: Template, tools: str) -> None:
 
 
 def _check(template: Template, chat: "_Chat") -> None:
-    """Raise ValueError if the constant texts do not reproduce three exchanges."""
+    """Raise ValueError if the constant texts and the chat template render three exchanges differently."""
     for system in (None, _SYSTEM) if template.system is not None else (None,):
         rebuilt, whole = _render_constants(template, system), chat.render(3, prompt=False, system=system)
         if rebuilt != whole:
@@ -281,7 +281,7 @@ def _check(template: Template, chat: "_Chat") -> None:
 
 
 def _render_constants(template: Template, system: str | None) -> str:
-    """Return three exchanges rendered with the constant texts."""
+    """Render three exchanges with the constant texts."""
     text = template.start if system is None or template.system is None else system.join(template.system)
     for number in range(3):
         text += template.next if number else ""
@@ -291,7 +291,7 @@ def _render_constants(template: Template, system: str | None) -> str:
 
 @dataclass(frozen=True)
 class _Chat:
-    """Chat template of a tokenizer, with its variables and tools, that renders marked messages."""
+    """Chat template of a tokenizer, with variables and tools, that renders marker messages."""
 
     tokenizer: Any
     options: dict[str, Any]
@@ -318,7 +318,7 @@ def _split_at(text: str, mark: str) -> tuple[str, str]:
 
 
 def _split_end(tail: str, tokenizer: Any) -> tuple[str, str]:
-    """Split the text that follows an answer behind its first special token."""
+    """Split the text that follows an answer after its first special token."""
     candidates = [(tail.find(token), -len(token), token) for token in special_strings(tokenizer) if token in tail]
     if not candidates:
         raise ValueError(f"template 'tokenizer': the chat template ends an answer with {tail!r}, not a special token")
@@ -350,12 +350,12 @@ def _strips(chat: _Chat) -> tuple[bool, bool]:
 
 
 def in_parts(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages with their content as a list of one text part."""
+    """Convert the content of each message to a list with one text part."""
     return [{**each, "content": [{"type": "text", "text": each["content"]}]} for each in messages]
 
 
 def shared_length(left: str, right: str) -> int:
-    """Return the length of the common prefix of two texts."""
+    """Return the length of the common prefix of two strings."""
     pairs = enumerate(zip(left, right, strict=False))
     return next((index for index, (a, b) in pairs if a != b), min(len(left), len(right)))
 

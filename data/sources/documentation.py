@@ -27,7 +27,7 @@ _SKIPPED_FOLDERS = {
     "_dynamo",
 }  # fmt: skip
 _MIN_FILE_PROSE, _MIN_FILE_SHARE = 300, 0.1
-"""Minimum number and share of characters between triple quotes in files to be parsed."""
+"""Minimum number of docstring characters in a source file, and minimum share of the file. Other files are skipped."""
 _QUESTIONS = {
     "function": ("What does `{name}` do?", "What is `{name}` for?", "Explain `{name}`.", "Tell me about `{name}`."),
     "class": ("What is `{name}`?", "What is the class `{name}` for?", "Explain `{name}`.", "Describe `{name}`."),
@@ -54,7 +54,7 @@ _SECTIONS: dict[str, str | None] = {
         "output", "outputs", "receives", "signature", "dimensions",
     )),
 }  # fmt: skip
-"""Section of a docstring by its title; None for titles whose text is dropped."""
+"""Kind of docstring section for each section title; None for sections that are dropped."""
 _UNDERLINE = re.compile(r"[-=~^*#]{3,}\s*$")
 _GOOGLE_TITLE = re.compile(r"\s{0,4}([A-Z][A-Za-z]+(?: [A-Za-z]+)?)\s*:{1,2}\s*$")
 _NUMPY_PARAMETER = re.compile(r"([*\w][\w*, .]*?)\s*(?::\s*(.*))?$")
@@ -92,17 +92,17 @@ def documentation_conversations(
     seed: int = 0,
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[list[Conversation], list[Conversation], dict[str, Any]]:
-    """Build training and held-out conversations from the standard library and top-level packages.
+    """Build training and held-out conversations from the docstrings of the standard library and of packages.
 
-    Each documented public module, class or function gives one conversation of one to three exchanges. An object is
-    held out by a hash of its name inside its module. Repeated texts are used once. At most `max_megabytes` (10^6 bytes
-    of UTF-8) are read, in an order drawn from `seed` and spread evenly over the packages. `progress` is called with the
-    numbers of files read and of all files.
+    Each documented public module, class or function yields one conversation of one to three exchanges. Duplicate texts
+    are removed. A hash of an object's name decides whether it is held out. At most about `max_megabytes` (10^6 bytes)
+    of text are used, spread evenly over the packages, in a random order given by `seed`. `progress` receives the number
+    of parsed files and the total number.
 
     Returns:
-        The training conversations, the held-out conversations and a report for JSON.
+        The training conversations, the held-out conversations and a report of JSON values.
 
-    Raises ValueError: A package name is dotted.
+    Raises ValueError: a name is not that of a top-level package.
     """
     paths, skipped = _find_packages(packages, seed)
     train: list[Conversation] = []
@@ -138,7 +138,7 @@ def documentation_conversations(
 
 
 def _visit(packages: Sequence[_Package], budget: float | None) -> Iterator[tuple[_Package, Path]]:
-    """Yield the files of all packages; with a budget in bytes, the next file of the package with the least text."""
+    """Yield the files of all packages. With a budget (bytes), choose the package with the least text so far."""
     waiting = {package.name: iter(package.files) for package in packages}
     while waiting and (budget is None or sum(package.bytes for package in packages) < budget):
         package = min((p for p in packages if p.name in waiting), key=lambda p: p.bytes if budget is not None else 0)
@@ -150,7 +150,7 @@ def _visit(packages: Sequence[_Package], budget: float | None) -> Iterator[tuple
 
 
 def _find_packages(names: Sequence[str], seed: int) -> tuple[list[_Package], list[str]]:
-    """Return the standard library and the installed packages, and the names that are not installed."""
+    """Locate the standard library and packages. Return them, and the names of packages that are not installed."""
     roots = {STANDARD_LIBRARY: Path(sysconfig.get_path("stdlib"))}
     skipped: list[str] = []
     for name in dict.fromkeys(names):
@@ -185,13 +185,13 @@ def _file_conversations(package: _Package, path: Path) -> Iterator[tuple[str, Co
             tree = ast.parse(source)
     except (UnicodeDecodeError, SyntaxError):
         return
-    # the public path: scipy/linalg/_basic.py documents scipy.linalg
+    # Omit private modules from the path: scipy/linalg/_basic.py documents scipy.linalg.
     parts = [part for part in path.relative_to(package.root).with_suffix("").parts if not part.startswith("_")]
     module = ".".join(parts if package.name == STANDARD_LIBRARY else [package.name, *parts])
     is_private = path.stem.startswith("_") and path.stem != "__init__"
     for local, kind, text in _iterate_docstrings(tree):
         name = f"{module}.{local}" if local and module else local or module
-        # the docstring of a private file is not that of the public path; "{" marks a template filled in at import
+        # Skip module docstrings of private files, and templates with placeholders ("{") that are filled at import.
         if not name or "{" in text[:200] or (kind == "module" and is_private):
             continue
         if (answers := _parse_docstring(inspect.cleandoc(text), kind)) is not None:
@@ -217,7 +217,7 @@ def _iterate_docstrings(tree: ast.Module) -> Iterator[tuple[str, str, str]]:
 
 
 def _added_docstring(call: ast.expr) -> tuple[str, str] | None:
-    """Return name and text of `add_docstr(torch.abs, "…")` or `add_newdoc("numpy", "abs", "…")`."""
+    """Return the name and docstring in a call of `add_docstr(torch.abs, "…")` or `add_newdoc("numpy", "abs", "…")`."""
     if not isinstance(call, ast.Call) or len(call.args) < 2:
         return None
     function_name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
@@ -230,11 +230,11 @@ def _added_docstring(call: ast.expr) -> tuple[str, str] | None:
 
 
 def _strings(argument: ast.expr) -> list[str]:
-    """Return the string of an argument: a constant, the template of `.format(…)` or `%`, or the last of a pair."""
+    """Return the string in an argument: a constant, the template of `.format(…)` or `%`, or the last item of a pair."""
     if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
         return [argument.value]
     if isinstance(argument, ast.Call) and isinstance(argument.func, ast.Attribute) and argument.func.attr == "format":
-        # a line with only a placeholder is a shared parameter; other braces are literal
+        # Remove lines that are only a placeholder (a shared parameter); other braces are literal.
         return [
             re.sub(r"^\s*\{\w+\}\s*$", "", text, flags=re.MULTILINE).replace("{{", "{").replace("}}", "}")
             for text in _strings(argument.func.value)
@@ -245,7 +245,7 @@ def _strings(argument: ast.expr) -> list[str]:
 
 
 def _conversation(name: str, answers: Mapping[str, str]) -> Conversation:
-    """Return the conversation that asks for each answer with one of the phrasings in `_QUESTIONS`."""
+    """Build a conversation in which each answer follows a question chosen from `_QUESTIONS`."""
     turns: list[Turn] = []
     for kind, answer in answers.items():
         if answer and len(turns) < _MAX_TURNS:
@@ -256,9 +256,9 @@ def _conversation(name: str, answers: Mapping[str, str]) -> Conversation:
 
 
 def _parse_docstring(text: str, kind: str) -> dict[str, str] | None:
-    """Return description (under `kind`), parameters, example, notes and return value of a clean docstring.
+    """Parse a docstring in numpydoc style, Google style or plain prose into the texts of its sections.
 
-    The docstring may be in numpydoc style, Google style or plain prose. None is returned if it has too little prose.
+    The description has the key `kind`. The result is None if the docstring contains too little prose.
     """
     lines = text.split("\n")
     is_numpy = any(map(_UNDERLINE.match, lines))
@@ -278,7 +278,7 @@ def _parse_docstring(text: str, kind: str) -> dict[str, str] | None:
 
 
 def _split_sections(lines: list[str], is_numpy: bool) -> dict[str, list[str]]:
-    """Return the lines of the description and of each known section."""
+    """Split the lines of a docstring into the description and the known sections."""
     sections = defaultdict[str, list[str]](list)
     kind: str | None = "description"
     numbered = enumerate(lines)
@@ -301,7 +301,7 @@ def _split_sections(lines: list[str], is_numpy: bool) -> dict[str, list[str]]:
 
 
 def _prose(lines: list[str], limit: int = _MAX_PROSE) -> str:
-    """Join the lines of each paragraph; drop directives, tables, doctests and field lists."""
+    """Join the lines of each paragraph, and remove directives, tables, doctests and field lists."""
     paragraphs: list[str] = []
     for text in filter(None, map(_paragraph, _blocks(lines))):
         if sum(map(len, paragraphs)) + len(text) > limit:
@@ -317,7 +317,7 @@ def _prose(lines: list[str], limit: int = _MAX_PROSE) -> str:
 
 
 def _blocks(lines: list[str]) -> list[list[str]]:
-    """Split lines at blank ones; drop each `.. directive` with what is indented below it."""
+    """Split lines into blocks at blank lines, and remove directives (`..`) with their indented content."""
     blocks: list[list[str]] = [[]]
     directive_indent: int | None = None
     for line in lines:
@@ -334,7 +334,7 @@ def _blocks(lines: list[str]) -> list[list[str]]:
 
 
 def _paragraph(block: list[str]) -> str:
-    """Join a block to a paragraph, or to a list with one item per line; "" for markup."""
+    """Join the lines of a block into a paragraph or a list with one item per line. Markup becomes ""."""
     first, is_list = block[0].lstrip(), bool(_ITEM.match(block[0].lstrip()))
     is_markup = first.startswith(_MARKUP) or _FIELD.match(first) or ("%(" in first and ")s" in first)
     is_literal = not is_list and block[0].startswith("    ")
@@ -351,7 +351,7 @@ def _paragraph(block: list[str]) -> str:
 
 
 def _parameters(lines: list[str]) -> str:
-    """Return a line for each parameter: "- `name` (type): description"."""
+    """Format each parameter as a line "- `name` (type): description"."""
     entries: list[tuple[str, str, list[str]]] = []
     for line in lines:
         if line[:1].strip():
@@ -375,7 +375,7 @@ def _parameters(lines: list[str]) -> str:
 
 
 def _example(lines: list[str]) -> str:
-    """Return the first doctest of a section, in complete steps."""
+    """Return the first doctest of a section, truncated after a complete step."""
     example: list[str] = []
     size = 0
     for line in lines:
@@ -397,7 +397,7 @@ def _example(lines: list[str]) -> str:
 
 
 def _plain(text: str) -> str:
-    """Remove roles, links, citations and doubled backquotes."""
+    """Remove Sphinx roles, links, citations and double backquotes."""
     for pattern, replacement in _INLINE:
         text = pattern.sub(replacement, text)
     return text
@@ -408,7 +408,7 @@ def _dedent(lines: list[str]) -> list[str]:
 
 
 def _is_prose(text: str) -> bool:
-    """Check if a text is long enough and mostly letters and spaces."""
+    """Check if a text is long enough and consists mostly of letters and spaces."""
     others = len(re.sub(r"[^\W\d_]+|[ \n]+", "", text))
     return len(text) >= _MIN_PROSE and others < 0.22 * len(text) and len(text.split()) >= 6
 
@@ -418,5 +418,5 @@ def _digest(text: str) -> bytes:
 
 
 def _unit(text: str) -> float:
-    """Return a number in [0, 1) that depends on the text only."""
+    """Hash a text to a number in [0, 1)."""
     return int.from_bytes(_digest(text), "big") / 2**64

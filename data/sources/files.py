@@ -1,4 +1,4 @@
-"""Rows of local files, streamed in constant memory."""
+"""Streaming of rows from local JSON, JSONL and Parquet files in constant memory."""
 
 import gzip
 import json
@@ -15,7 +15,7 @@ from ...checkpoints.storage.messages import first_line, install_hint
 SUFFIXES = (".json", ".jsonl", ".parquet")
 _EXPECTED = f"{', '.join(SUFFIXES)}, .json.gz or .jsonl.gz"
 _DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
-"""Files that `datasets` writes next to the rows."""
+"""Metadata files that the `datasets` library writes into a directory of data files."""
 _BATCH_ROWS = 256
 CHUNK = 1 << 16
 _MOST_BLANK = 1_000_000  # empty lines in a row
@@ -23,22 +23,22 @@ _LONGEST_LITERAL = 16  # characters: -Infinity, and pairs of \\uXXXX
 _BETWEEN_ROWS = re.compile(r"[ \t\r\n,]*")
 
 Columns = Callable[[Sequence[str]], Sequence[str]]
-"""Selection of the columns to read among those of a table."""
+"""Function that selects the columns to load from the column names of a table."""
 Shard = tuple[int, int]
-"""Index and count: the rows with `number % count == index`."""
+"""Pair (index, count) that selects the rows with `number % count == index`."""
 WHOLE: Shard = (0, 1)
 _Rows = Iterator[tuple[int, Callable[[], Any]]]
-"""Rows with their number in the file, from 1, and a function that parses them."""
+"""Iterator over the rows of a file: the row number, counted from 1, and a function that parses the row."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A row of a source.
+    """Row of a data source.
 
     Attributes:
         value: Parsed value of the row.
-        location: "file, row 3", for error messages.
-        name: Default id.
+        location: File and row number for error messages, such as "file, row 3".
+        name: Id of the row if it has no id column.
         number: Number of the row in the whole source, from 0.
     """
 
@@ -51,11 +51,11 @@ class Row:
 def local_rows(
     path: Path, shard: Shard = WHOLE, *, split: str | None = None, columns: Columns = lambda names: names
 ) -> Iterator[Row]:
-    """Yield the rows of a file, or of the data files of a folder (see `data_files`), that are in the shard.
+    """Yield the rows of a shard of a file, or of all data files in a directory (see `data_files`).
 
-    `columns` selects among the columns of a Parquet file.
+    `columns` selects the columns of Parquet files to load.
 
-    Raises ValueError: there is nothing to read, or a row cannot be read.
+    Raises ValueError: there is no data file, or a row cannot be parsed.
     """
     index, count = shard
     number = 0
@@ -74,9 +74,9 @@ def local_rows(
 
 
 def data_files(path: Path, split: str | None) -> list[Path]:
-    """Return the sorted data files of a path; those of its sub-folders if a folder has none itself.
+    """Return the sorted data files of a path. Subdirectories are searched only if a directory has no data files.
 
-    `split` selects the files named after it (`train.jsonl`, `train-00000-of-00002.parquet`, `train/…`), if any.
+    `split` selects files by name (`train.jsonl`, `train-00000-of-00002.parquet`, `train/…`), if any match.
     """
     if not path.is_dir():
         if _suffix(path) is None:
@@ -98,7 +98,7 @@ def _is_data(path: Path) -> bool:
 
 
 def _suffix(path: Path) -> str | None:
-    """Return the suffix of the format, without that of a compression; None for unknown formats."""
+    """Return the format suffix of a file, ignoring `.gz`, or None if the format is unknown."""
     is_packed = path.suffix.lower() == ".gz"
     suffix = (path.with_suffix("") if is_packed else path).suffix.lower()
     return suffix if suffix in SUFFIXES and not (is_packed and suffix == ".parquet") else None
@@ -129,9 +129,9 @@ def _same(value: Any) -> Any:
 
 
 def _json_values(stream: TextIO) -> Iterator[Any]:
-    """Yield the values of a list, or consecutive values, in the memory of the largest.
+    """Parse a JSON list, or consecutive JSON values, incrementally, with memory for the largest value only.
 
-    `json` cannot read a list in parts, and `datasets` loads a file with one list completely.
+    The `json` module and the `datasets` library can only load such a list as a whole.
     """
     decoder = json.JSONDecoder()
     text = stream.read(CHUNK).lstrip()
@@ -144,9 +144,9 @@ def _json_values(stream: TextIO) -> Iterator[Any]:
         try:
             value, at = decoder.raw_decode(text, at)
         except json.JSONDecodeError as error:
-            # the error of an incomplete value is at its end
+            # The error position of an incomplete value is at the end of the text.
             is_cut = error.pos > len(text) - _LONGEST_LITERAL or error.msg.startswith("Unterminated")
-            # read at least as much as is buffered, so that a long value is parsed few times
+            # Doubling the buffer limits the number of times that a long value is parsed.
             more = stream.read(max(CHUNK, len(text) - at)) if is_cut else ""
             if not more and at == len(text) and not is_list:
                 return

@@ -1,4 +1,4 @@
-"""Forms of rows: the columns of the messages. docs/how-to/row-formats.md shows a row of each."""
+"""Supported row formats, recognized by their columns. docs/how-to/row-formats.md shows examples."""
 
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -29,13 +29,13 @@ _LEARNED = (
     "loss_mask",
     "step_loss_mask",
 )
-"""Keys of messages that are 0 or false for answers that are not supervised."""
+"""Message keys whose value is 0 or false if an answer is not supervised."""
 _KEYS = {"from", "value", "role", "content", "text", "tool_calls", CALL_ROLE, *THOUGHT_KEYS, *_LEARNED}
 _TEXT_PARTS, _THOUGHT_PARTS = ("text", "input_text", "output_text"), ("thinking", "reasoning")
 _SHOWN = 12
 
-# (columns of the messages or of the question, columns of the answer); the first form that fits is used: UltraChat has
-# `prompt` and `messages`, Alpaca has `text` and `instruction`
+# (columns of the messages or question, columns of the answer). The first match is used, because UltraChat has both
+# `prompt` and `messages`, and Alpaca has both `text` and `instruction`.
 _FORMS: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     (_CHATS, ()),
     (("instruction",), _ANSWERS),
@@ -49,14 +49,14 @@ _COLUMNS = {*(name for form in _FORMS for names in form for name in names), *_CO
 
 
 def usable_columns(present: Sequence[str]) -> Sequence[str]:
-    """Return the columns that can be read; all of them if they fit no form, for the error message."""
+    """Return the supported columns, or all columns (for the error message) if the row format is unknown."""
     if _find_form(present) is None:
         return present
     return [name for name in present if name in {*_COLUMNS, *_IDS, *_REFERENCES, "category"}]
 
 
 def _find_form(present: Collection[str]) -> tuple[str, str | None] | None:
-    """Return the columns of question (or messages) and answer of the first form that fits."""
+    """Return the names of the question (or messages) and answer columns of the first matching row format."""
     for questions, answers in _FORMS:
         question = next((name for name in questions if name in present), None)
         answer = next((name for name in answers if name in present and name != question), None)
@@ -66,10 +66,10 @@ def _find_form(present: Collection[str]) -> tuple[str, str | None] | None:
 
 
 def read_dialogue(row: Row) -> Dialogue:
-    """Return the dialogue of a row. A text becomes a prompt, and a list of messages a conversation.
+    """Convert a row to a dialogue. A string is a prompt, and a list of messages is a conversation.
 
     Raises:
-        ValueError: The row has no known form; the message has its location.
+        ValueError: The row format is unknown. The message contains the location of the row.
     """
     if isinstance(row.value, str):
         return Dialogue(row.name, (("user", row.value),), "one prompt per row")
@@ -79,7 +79,7 @@ def read_dialogue(row: Row) -> Dialogue:
     if not isinstance(row.value, Mapping):
         raise ValueError(f"{row.location}: expected an object, found {type(row.value).__name__}")
     columns: Mapping[str, Any] = row.value
-    # in a table of mixed forms, the columns of other forms are null
+    # In a table of mixed formats, the columns of the other formats are null.
     form = _find_form([name for name, value in columns.items() if value is not None]) or _find_form(columns)
     if form is None:
         raise _no_form(row)
@@ -98,7 +98,7 @@ def read_dialogue(row: Row) -> Dialogue:
         used += context
         messages = list(_messages(row, question, answer, context))
         system = next((name for name in _SYSTEM if columns.get(name)), None)
-        # the system text of the conversation itself has precedence
+        # A system message in the conversation has precedence over the column.
         if system is not None and not any(role_of(role) == "system" for role, _ in messages):
             messages.insert(0, ("system", columns[system]))
             used.append(system)
@@ -128,7 +128,7 @@ def _no_form(row: Row) -> ValueError:
 
 
 def _messages(row: Row, question: str, answer: str | None, context: Sequence[str]) -> Iterator[tuple[Any, Any]]:
-    """Yield (role, content) pairs, without the text of a system column."""
+    """Yield the (role, content) pairs of a row. The system column is added by the caller."""
     value = row.value[question]
     if question in (*_CHATS, "chosen"):
         yield from () if value is None else _message_list(row, question, value)
@@ -152,7 +152,7 @@ def _messages(row: Row, question: str, answer: str | None, context: Sequence[str
 
 
 def _tools(row: Row, value: Any) -> str:
-    """Return the tools as a JSON list; "" if there are none."""
+    """Return the tool definitions as a JSON list, or "" if there are none."""
     if isinstance(value, str):
         with suppress(ValueError):
             value = json.loads(value.strip() or "[]")
@@ -192,7 +192,7 @@ def _message_list(row: Row, column: str, value: Any) -> list[tuple[Any, Any]]:
 
 
 def _mark_context(message: Mapping[str, Any], content: Any) -> Any:
-    """Return the content of a message after its reasoning, as context if the message is not supervised."""
+    """Prepend the reasoning to the content of a message, and mark the content if it is not supervised."""
     if isinstance(content, str):
         content = with_thought(message, content)
     is_context = any(message.get(key) in (0, False) and message[key] is not None for key in _LEARNED)
@@ -200,7 +200,7 @@ def _mark_context(message: Mapping[str, Any], content: Any) -> Any:
 
 
 def _notes(messages: Any) -> tuple[str, ...]:
-    """Return the counted keys of messages: reasoning, keys that are not read, and weights that are not supported."""
+    """Describe message keys to report: reasoning, ignored keys, and weights other than 0 and 1."""
     notes = dict[str, None]()
     for message in messages if isinstance(messages, list) else ():
         for key, value in message.items() if isinstance(message, Mapping) else ():
@@ -214,7 +214,7 @@ def _notes(messages: Any) -> tuple[str, ...]:
 
 
 def _call(call: Any) -> Any:
-    """Return a tool call as text; OpenAI's arguments are JSON in a string."""
+    """Convert a tool call to JSON text. OpenAI stores the arguments as a JSON string."""
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or "name" not in function:
         return call
@@ -225,7 +225,7 @@ def _call(call: Any) -> Any:
 
 
 def _content(content: Any) -> Any:
-    """Return the text of a list of text parts; anything else unchanged."""
+    """Join content that is a list of text parts. Other content is returned unchanged."""
     if not isinstance(content, list) or not all(isinstance(part, Mapping) for part in content):
         return content
     known = [(part.get("type"), _content(part.get("thinking", part.get("text")))) for part in content]
@@ -236,7 +236,7 @@ def _content(content: Any) -> Any:
 
 
 def _texts(value: Any) -> tuple[str, ...]:
-    """Return the texts of a reference, given as a text, nested lists of texts, or SQuAD's {text: [...]}."""
+    """Return the reference answers in a string, in nested lists of strings, or in the SQuAD format {text: [...]}."""
     if isinstance(value, Mapping):
         value = value.get("text")
     if isinstance(value, str):

@@ -1,4 +1,4 @@
-"""Rows of datasets on the Hugging Face Hub, and files downloaded by their URL."""
+"""Loading of rows from datasets on the Hugging Face Hub, and download of files from URLs."""
 
 import hashlib
 import shutil
@@ -20,7 +20,7 @@ _TIMEOUT = 30  # seconds
 
 
 def download(address: str) -> Path:
-    """Download a file by its URL, unless it is in the cache. Raises ValueError on failure."""
+    """Download a file from a URL unless it is cached, and return its path. Raises ValueError on failure."""
     digest = hashlib.sha256(address.encode()).hexdigest()[:16]
     path = Path(constants.HF_HOME) / "draftsmith" / digest / Path(urlsplit(address).path).name
     if not path.is_file():
@@ -37,9 +37,9 @@ def download(address: str) -> Path:
 def hub_rows(
     hub: str, shard: Shard = WHOLE, *, columns: Columns = lambda names: names, near: str = "", **options: Any
 ) -> Iterator[Row]:
-    """Yield the rows of a hub dataset that are in the shard; `options` are those of `datasets.load_dataset`.
+    """Yield the rows of a shard of a hub dataset. `options` are passed to `datasets.load_dataset`.
 
-    `near` is a hint for errors.
+    `near` is a hint for error messages.
 
     Raises ValueError: `datasets` is not installed, or the dataset cannot be loaded.
     """

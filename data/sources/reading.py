@@ -1,6 +1,6 @@
-"""Streams of dialogues, conversations and prompts from registered corpora, local files and hub datasets.
+"""Streaming of dialogues, conversations and prompts from registered corpora, local files and hub datasets.
 
-Every row that is not kept is counted under a reason, so that the counts of a report add up.
+Each dropped row is counted under a reason, so that the counts of a report add up.
 """
 
 import hashlib
@@ -27,29 +27,29 @@ _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 class Opening(TypedDict, total=False):
-    """Options of opening a source; `config`, `split`, `revision` and `file` replace those of the registry."""
+    """Options for opening a source. `config`, `split`, `revision` and `file` override the registry."""
 
     path: str | None
-    """Local copy that replaces the hub."""
+    """Local copy to use instead of the hub dataset."""
     config: str | None
     """Configuration of a hub dataset."""
     split: str | None
-    """Split of a hub dataset, or part of the files of a folder."""
+    """Split of a hub dataset, or of the data files in a directory."""
     revision: str | None
     """Revision of a hub dataset."""
     file: str | None
-    """Data file of the repository, or a URL."""
+    """Data file in the hub repository, or URL of a file."""
     shard: Shard
-    """Index and count: read the rows with `number % count == index`."""
+    """Pair (index, count) that selects the rows with `number % count == index`."""
 
 
 def open_dialogues(source: str, **opening: Unpack[Opening]) -> Iterator[Dialogue]:
-    """Yield the rows of a source as dialogues, unchanged, in constant memory.
+    """Stream the rows of a source as dialogues, without cleaning.
 
-    A source is a local file or folder, else the name or hub id of a registered corpus, else any other hub id.
+    A source is a local file or directory, the name of a registered corpus, or a hub id (searched in this order).
 
-    Raises ValueError: there is no such source (with the nearest name), the hub cannot be reached, or a row cannot be
-    read (with file, row and the expected form).
+    Raises ValueError: the source does not exist (the message suggests similar names), the hub cannot be reached, or a
+    row has an unknown format.
     """
     corpus, rows = _open_rows(source, opening)
     yield from map(corpus.read, rows)
@@ -86,11 +86,11 @@ def read_conversations(
     questions: bool = False,
     **opening: Unpack[Opening],
 ) -> Iterator[Conversation]:
-    """Yield the clean conversations of a source, at most `limit`; `tools` and `questions` are as for `Cleaner`.
+    """Stream at most `limit` cleaned conversations of a source. See `Cleaner` for `tools` and `questions`.
 
-    `report` is filled while the iterator is consumed.
+    `report` is updated while the iterator is consumed.
 
-    Raises ValueError: as `open_dialogues`.
+    Raises ValueError: for the same reasons as `open_dialogues`.
     """
     report = CorpusReport() if report is None else report
     cleaning = Cleaning() if cleaning is None else cleaning
@@ -108,12 +108,12 @@ def read_prompts(
     skipped: Counter[str] | None = None,
     **opening: Unpack[Opening],
 ) -> Iterator[Prompt]:
-    """Yield the questions of an evaluation set or of conversations, of all or of some groups.
+    """Stream the prompts of an evaluation set or of conversations, optionally only of some categories (`groups`).
 
-    The first question of a conversation is the prompt, its answer a reference, and later questions are follow-ups.
+    The first question of a conversation is the prompt, its answer is a reference, and later questions are follow-ups.
     Rows without a question are counted in `skipped` under "no question".
 
-    Raises ValueError: as `open_dialogues`, or the source does not have a group.
+    Raises ValueError: the source does not have one of the groups, or for the same reasons as `open_dialogues`.
     """
     corpus = find_corpus(source)
     for group in groups or ():
@@ -139,7 +139,7 @@ def _no_group(source: str, group: str, known: Collection[str]) -> ValueError:
 
 
 def _prompt(dialogue: Dialogue) -> Prompt | None:
-    """Return the prompt of a dialogue; None without a question."""
+    """Convert a dialogue to a prompt. Return None if it contains no question."""
     turns: list[Turn] = []
     for written_role, content in dialogue.messages:
         role = role_of(written_role)
@@ -172,7 +172,7 @@ def _prompt(dialogue: Dialogue) -> Prompt | None:
 
 
 def _resolve(source: str, path: str | None) -> tuple[Path | None, Corpus]:
-    """Return the local path of a source, if any, and its corpus, which may be unregistered."""
+    """Return the local path of a source, or None, and its corpus entry (a default entry if it is not registered)."""
     local = Path(source if path is None else path).expanduser()
     exists = bool(source) and local.exists()
     corpus = find_corpus(source) if path is not None or not exists else None
@@ -189,7 +189,7 @@ def _resolve(source: str, path: str | None) -> tuple[Path | None, Corpus]:
 
 
 def _suggest_name(name: str) -> str:
-    """Suggest a corpus, or an entry of the path's folder, with a name similar to a missing one."""
+    """Suggest a file or a corpus whose name is similar to `name`."""
     path = Path(name).expanduser()
     corpora = [*CORPORA, *(corpus.hub for corpus in CORPORA.values() if corpus.hub is not None)]
     entries = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
@@ -201,10 +201,10 @@ class Part:
     """Corpus of a mixture.
 
     Attributes:
-        weight: Number of times that each row is used in an epoch. A fraction selects rows by a hash of their ids: 1.5
-            uses all of them once and half of them again.
-        open_pass: Opens the corpus from its beginning, for the n-th time in an epoch.
-        by_content: Select by ids and contents, for corpora with few ids.
+        weight: Number of uses of each row per epoch. With 1.5, every row is used once, and half of the rows, selected
+            by a hash of their ids, a second time.
+        open_pass: Function that opens the corpus for the n-th pass of an epoch (from 0).
+        by_content: Whether to hash contents in addition to ids, for corpora with few distinct ids.
     """
 
     weight: float
@@ -213,7 +213,7 @@ class Part:
 
 
 def mix(parts: Sequence[Part], seed: int) -> Iterator[Conversation]:
-    """Yield the rows of all parts, each as often as its weight, in an order drawn from `seed`."""
+    """Interleave the rows of all corpora in random order. Each row is used as often as the weight of its corpus."""
     streams = [_iterate_passes(part, seed) for part in parts]
     weights = [part.weight for part in parts]
     rng = np.random.default_rng(seed)
@@ -229,12 +229,12 @@ def mix(parts: Sequence[Part], seed: int) -> Iterator[Conversation]:
 
 
 def hash_share(name: str) -> float:
-    """Return a number in [0, 1) that depends on the name only."""
+    """Hash a name to a number in [0, 1)."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") / 2**64
 
 
 def has_few_ids(conversations: Iterable[Conversation]) -> bool:
-    """Check if there are fewer than 20 different ids, each of four or more conversations on average."""
+    """Check if there are fewer than 20 distinct ids, and at least four conversations per id on average."""
     ids, count = set[str](), 0
     for count, conversation in enumerate(conversations, start=1):  # noqa: B007 (read behind the loop)
         ids.add(conversation.id)
@@ -244,7 +244,7 @@ def has_few_ids(conversations: Iterable[Conversation]) -> bool:
 
 
 def draw_key(conversation: Conversation, *, by_content: bool) -> str:
-    """Return the name for drawing a conversation: its id, or its id and content."""
+    """Return the string whose hash selects a conversation: its id, or its id and content."""
     return f"{conversation.id} {conversation.turns}" if by_content else conversation.id
 
 

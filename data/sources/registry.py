@@ -1,4 +1,4 @@
-"""Registry of corpora: location, licence, and the form of their rows."""
+"""Registry of known corpora: location, licence and row format."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -10,7 +10,7 @@ from .forms import read_dialogue, usable_columns
 
 _RAW = "https://raw.githubusercontent.com"
 _FASTCHAT = f"{_RAW}/lm-sys/FastChat/main/fastchat/llm_judge/data"
-# Prompts of the code of the multi-candidate paper (arXiv 2401.06706) and of Spec-Bench (arXiv 2401.07851).
+# Prompts from the code of the multi-candidate paper (arXiv 2401.06706) and of Spec-Bench (arXiv 2401.07851).
 _GERMAN_TO_ENGLISH = "Translate German to English: {de}"
 _ENGLISH_TO_GERMAN = "Translate the input English sentence into German.\nInput: {en}\nOutput: "
 MT_BENCH_CATEGORIES = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
@@ -21,13 +21,13 @@ class Corpus:
     """Registered corpus.
 
     Attributes:
-        hub: Id of the hub dataset, unless `file` is a URL.
-        columns: Columns that are read.
-        use: "train" or "evaluate".
-        prompt: Format string of the question, if it is not a column.
+        hub: Id of the hub dataset, or None if `file` is a URL.
+        columns: Columns to load.
+        use: Purpose of the corpus, "train" or "evaluate".
+        prompt: Format string that builds the question from columns, if no column contains it.
         groups: Categories of the prompts, if they are fixed.
-        every_turn: Evaluate every question of a conversation instead of the first only.
-        adapter: Reads a row that has the columns; other rows are read by their form.
+        every_turn: Whether to evaluate every question of a conversation, and not only the first.
+        adapter: Function that converts rows with these columns. Other rows are converted by `read_dialogue`.
     """
 
     name: str
@@ -47,11 +47,11 @@ class Corpus:
     adapter: "Callable[[Corpus, Row], Dialogue] | None" = None
 
     def usable_columns(self, present: Sequence[str]) -> Sequence[str]:
-        """Return the columns of a table that are read."""
+        """Return the columns of a table to load."""
         return present if self.adapter is not None and self._matches_columns(present) else usable_columns(present)
 
     def read(self, row: Row) -> Dialogue:
-        """Return the dialogue of a row, as `read_dialogue`."""
+        """Convert a row to a dialogue, with the adapter of the corpus if it applies."""
         if self.adapter is None or not isinstance(row.value, Mapping) or not self._matches_columns(tuple(row.value)):
             return read_dialogue(row)
         return replace(self.adapter(self, row), form=" + ".join(self.columns))
@@ -61,7 +61,7 @@ class Corpus:
 
 
 def find_corpus(name: str) -> Corpus | None:
-    """Return the first corpus with a name or hub id, ignoring case and with _ for -; None if there is none."""
+    """Find a corpus by name or hub id, ignoring case and treating _ as -. Return None if it is not registered."""
 
     def normalize(name: str) -> str:
         return name.lower().replace("_", "-")
@@ -98,7 +98,7 @@ def _translation(corpus: Corpus, row: Row) -> Dialogue:
 
 
 def _read_piqa(corpus: Corpus, row: Row) -> Dialogue:
-    """Read a row of PIQA; labels are −1 in its test split and missing in the authors' files."""
+    """Convert a row of PIQA. The reference is left out if the label is -1 (test split) or missing."""
     label = row.value.get("label")
     right = row.value.get(f"sol{int(label) + 1}") if label in (0, 1) else None
     return _question(row, _text(row, "goal", row.value["goal"]), *([right] if isinstance(right, str) else []))
@@ -110,7 +110,7 @@ def _alpaca_eval(corpus: Corpus, row: Row) -> Dialogue:
 
 
 def _spec_bench(corpus: Corpus, row: Row) -> Dialogue:
-    """Read a row of Spec-Bench, in which the eight categories of MT-bench are one task."""
+    """Convert a row of Spec-Bench, and combine the eight categories of MT-bench into one."""
     dialogue = read_dialogue(row)
     return replace(dialogue, category="mt_bench") if dialogue.category in MT_BENCH_CATEGORIES else dialogue
 

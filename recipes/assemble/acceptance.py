@@ -28,14 +28,14 @@ from .data import Prepared
 from .teacher import states_read
 
 _FEW_PARAMETERS = 1_000_000_000
-_LOOK_AHEAD = 16  # exceeds the depth of every measured tree
+_LOOK_AHEAD = 16  # exceeds the depth of every draft tree in these measurements
 
 Measure = Callable[[Any], dict[str, float]]
 _Row = tuple[str, str, dict[str, Any]]
 
 
 def decodes_fast(target: PreTrainedModel) -> bool:
-    """Return whether memory suffices for the optimised forward of a target, which copies most weights."""
+    """Check if a target is small enough for the optimised forward, which copies most of its weights."""
     return sum(weight.numel() for weight in target.parameters()) <= _FEW_PARAMETERS
 
 
@@ -55,7 +55,7 @@ def drafter_measure(
 
 
 def check_measure(recipe: HeadsRecipe) -> None:
-    """Raise ValueError if heads cannot be measured as a recipe says, before anything expensive runs."""
+    """Raise ValueError if the `measure` section of a recipe does not fit its heads, before data is prepared."""
     if not recipe.measure.prompts or recipe.architecture == "eagle3":
         return
     depth = parse_tree(_tree(recipe))[0].max_depth
@@ -66,19 +66,19 @@ def check_measure(recipe: HeadsRecipe) -> None:
 
 
 def _tree(recipe: HeadsRecipe) -> str:
-    """Return the tree to measure with; a k-configuration is cut to the number of heads."""
+    """Return the candidate tree of the recipe. Levels beyond the number of heads are removed (`4x2x1` notation)."""
     tree = recipe.measure.tree
     return tree if "," in tree else "x".join(tree.split("x")[: recipe.num_heads])
 
 
 def heads_measure(recipe: HeadsRecipe, target: PreTrainedModel, tokenizer: Any, prepared: Prepared) -> Measure:
-    """Return a function that measures heads by decoding.
+    """Return a function that measures the acceptance of prediction heads by decoding held-out prompts.
 
     Medusa heads are measured in Medusa decoding and, if `measure.sequences` is set, in SLiM decoding
     (`slim_tokens_per_step`). EAGLE-3 heads are measured in speculative decoding.
     """
     section = recipe.measure
-    # the optimised forward copies weights, and training with `base` changes them
+    # The optimised forward copies weights, but training with `base` changes the weights of the target.
     fast = recipe.base is None and decodes_fast(target)
     table = None if section.table is None else BigramTable.load(Path(section.table))
     rows: list[_Row] = [("", "medusa", {"tree": _tree(recipe)})]
@@ -114,7 +114,7 @@ def _measure_of(
     rows: Sequence[_Row],
     parts_of: Callable[[Any], Parts],
 ) -> Measure:
-    """Return a function that decodes held-out prompts with each row: prefix of the metrics, method and options."""
+    """Return a function that decodes held-out prompts with each method in `rows` (metric prefix, method, options)."""
     section = recipe.measure
     # Leave room for the answer and the draft tokens if the model has only as many positions as a block.
     longest = min(recipe.data.block_tokens, positions - section.new_tokens - _LOOK_AHEAD)

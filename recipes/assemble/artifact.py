@@ -1,4 +1,4 @@
-"""Common parts of the training of drafters and heads: data, training loop settings, run and artifact."""
+"""Training runs of drafters and heads: prepared data, settings of the training loop, and the written artifact."""
 
 import math
 import shlex
@@ -28,7 +28,7 @@ from .data import NOT_OF_CONVERSATIONS, Prepared, prepare_data, verify_data
 _NO_EFFECT_ON_TABLES = {"out", "count.memory_mb", "count.save_minutes", "data.heldout_limit"} | {
     f"data.{name}" for name in NOT_OF_CONVERSATIONS
 }
-"""Settings without effect on a table, ignored when a finished table is reused."""
+"""Settings that do not change a table and may differ when a finished table is reused."""
 
 
 def state_folder(out: Path) -> Path:
@@ -37,17 +37,17 @@ def state_folder(out: Path) -> Path:
 
 
 def prepare_once(recipe: DrafterRecipe | HeadsRecipe, tokenizer: Any, accelerator: Any) -> Prepared:
-    """Return the prepared data, which the main process prepares and verifies."""
+    """Prepare and verify the data in the main process, then open it in every process."""
     on_main(accelerator, lambda: verify_data(prepare_data(recipe.data, tokenizer), tokenizer))
     return prepare_data(recipe.data, tokenizer, quiet=True)
 
 
 _LEAST_PROMPTS = 8
-"""Minimum number of prompts for choosing the best weights by mean acceptance length."""
+"""Minimum number of prompts for selecting the best weights by mean acceptance length."""
 
 
 def fit_config(recipe: DrafterRecipe | HeadsRecipe, prepared: Prepared, measured: bool) -> FitConfig:
-    """Return the settings of the training loop; if `measured`, acceptance can choose the best weights."""
+    """Return the settings of the training loop. If `measured`, the best weights can be selected by acceptance."""
     train = recipe.train
     steps = train.steps or max(1, math.ceil(train.epochs * prepared.train.blocks / train.global_batch))
     best = "tokens_per_step" if measured and recipe.measure.keep == "best" else None
@@ -60,38 +60,38 @@ def fit_config(recipe: DrafterRecipe | HeadsRecipe, prepared: Prepared, measured
 
 @dataclass(frozen=True)
 class Run:
-    """Training run of a recipe: the task to train, and the parts of the resulting artifact."""
+    """Training run of a recipe: the training task, and the data needed to write the artifact."""
 
     recipe: DrafterRecipe | HeadsRecipe
     tokenizer: Any
     prepared: Prepared
     task: DrafterTask | HeadsTask
     write: Callable[[Path], None]
-    """Writer of the artifact's model files into a directory."""
+    """Function that writes the model files of the artifact to a directory."""
     shapes: dict[str, Any]
-    """Sizes for the manifest."""
+    """Model dimensions for the manifest."""
     artifact_bytes: int
-    """Size of the model files."""
+    """Size of the model files in bytes."""
     target: str | None
-    """Model that the artifact is for."""
+    """Directory or hub id of the target that the artifact is used with."""
     target_sha256: str | None
-    """Hash of the target as it was loaded."""
+    """SHA-256 of the target's files at loading time."""
     measured: bool
-    """Whether evaluations decode, so that the best weights can be chosen by mean acceptance length."""
+    """Whether evaluations decode prompts, so that the best weights can be selected by mean acceptance length."""
 
     @property
     def out(self) -> Path:
         return Path(self.recipe.out)
 
     def fit(self, accelerator: Any) -> FitResult:
-        """Train the task, after writing the resolved recipe next to the checkpoints."""
+        """Write the resolved recipe next to the checkpoints, and train."""
         state = state_folder(self.out)
         on_main(accelerator, partial(write_recipe, self.recipe, state / "recipe.yaml"))
         config = fit_config(self.recipe, self.prepared, self.measured)
         return fit(self.task, self.prepared.train, config, state, accelerator)
 
     def save(self, result: FitResult) -> None:
-        """Write the artifact: model files, the resolved recipe, and `artifact.json`."""
+        """Write the artifact (model files, resolved recipe, `artifact.json`), and delete the checkpoints."""
 
         def write(folder: Path) -> None:
             self.write(folder)
@@ -116,9 +116,9 @@ class Run:
 
 
 def check_out(out: Path, recipe: TrainingRecipe) -> None:
-    """Check that an output directory is free or holds an intact artifact of this recipe.
+    """Check that an output directory is empty or contains an intact artifact of this recipe.
 
-    Raises ValueError: it holds other files, the artifact of another recipe or target, or a damaged artifact.
+    Raises ValueError: the directory contains other files, a damaged artifact, or one of another recipe or target.
     """
     if not out.exists():
         return
@@ -127,7 +127,7 @@ def check_out(out: Path, recipe: TrainingRecipe) -> None:
             raise ValueError(f"{out} contains files that are not an artifact: choose another `out`")
         return
     recorded = load_manifest(out).recipe
-    current = to_json_safe(recipe.model_dump(mode="json"))  # manifests do not contain secrets either
+    current = to_json_safe(recipe.model_dump(mode="json"))  # manifests contain no secrets
     ignored = _NO_EFFECT_ON_TABLES if recipe.kind == "table" else set()
     for key, difference in differences(to_json_safe(recorded), current):
         if key not in ignored:
@@ -139,7 +139,7 @@ def check_out(out: Path, recipe: TrainingRecipe) -> None:
 
 
 def differences(stored: Any, current: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the dotted key of each difference and a description of both values."""
+    """Compare nested dictionaries; yield the dotted key of each difference and a description of both values."""
     if isinstance(stored, dict) and isinstance(current, dict):
         for name in sorted(stored.keys() | current.keys()):
             yield from differences(stored.get(name), current.get(name), f"{key}.{name}" if key else name)
@@ -148,7 +148,7 @@ def differences(stored: Any, current: Any, key: str = "") -> Iterator[tuple[str,
 
 
 def check_target(target: PreTrainedModel, model: PreTrainedModel, name: str, source: str | None) -> None:
-    """Raise ValueError if a drafter has another vocabulary size or model kind than its target."""
+    """Raise ValueError if the vocabulary size or the kind (decoder, encoder-decoder) of drafter and target differ."""
     expected, size = (one.get_output_embeddings().weight.shape[0] for one in (target, model))
     if expected != size:
         remedy = f"set `vocab_size: {expected}` in `model.config`"

@@ -1,4 +1,4 @@
-"""Preparation of the data section of a recipe: token blocks in a cache."""
+"""Preparation of the data of a recipe as token blocks, which are cached on disk."""
 
 import hashlib
 import json
@@ -30,21 +30,21 @@ from ...data.sources.reading import Part, draw_key, has_few_ids, hash_share, mix
 from ..schema.data import DataSection, SourceSection
 from ..session.terminal import console, counter, log
 
-# fields without effect on prepared blocks
+# Fields of the data section that do not change prepared blocks.
 _WITHOUT_EFFECT = {"cache", "min_clean_share", "min_trained_share"}
 NOT_OF_CONVERSATIONS = _WITHOUT_EFFECT | {"block_tokens", "packing"}
-"""Fields without effect on the conversations."""
+"""Fields of the data section that do not change the conversations."""
 _STYLES = ("", "bold green", "dim", "dim green")  # trained: green; special: dim
 _BEGIN, _END = "⟦⟧"  # around supervised text, for output without colour
 
 
 _HASHED = (f"train/{MANIFEST}", f"heldout/{MANIFEST}", "heldout.jsonl")
-"""Files whose hashes are in report.json; manifests contain the hashes of their arrays."""
+"""Files whose hashes are stored in report.json. The manifests contain the hashes of the arrays."""
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """Training blocks, held-out blocks and conversations, and the report on the corpus."""
+    """Prepared data of a recipe: training blocks, held-out blocks, their directory, and the corpus report."""
 
     train: PreparedData
     heldout: PreparedData
@@ -52,7 +52,7 @@ class Prepared:
     report: dict[str, Any]
 
     def summary(self) -> dict[str, Any]:
-        """Return the source and counts of the data for the manifest of an artifact."""
+        """Return the source, the counts and the hashes of the data, for the manifest of an artifact."""
         manifest = self.train.manifest
         counts = {key: manifest[key] for key in ("rows", "documents", "blocks", "tokens", "trainable_tokens")}
         return {"source": manifest["source"], **counts, "sha256": manifest["sha256"], "corpus": self.report}
@@ -61,7 +61,7 @@ class Prepared:
 def prepare_data(section: DataSection, tokenizer: Any, *, quiet: bool = False) -> Prepared:
     """Read, clean, render, split and pack the data of a recipe, or reuse the result of an earlier run.
 
-    Raises ValueError: nothing is held out, or the share of supervised tokens is below its minimum.
+    Raises ValueError: no conversation is held out, or the share of supervised tokens is below its minimum.
     """
     check_heldout(section)
     check_writable(Path(section.cache) / "report.json")
@@ -83,7 +83,7 @@ def prepare_data(section: DataSection, tokenizer: Any, *, quiet: bool = False) -
 
 
 def verify_data(prepared: Prepared, tokenizer: Any) -> None:
-    """Compare prepared data with its hashes; raise ValueError if a file is missing or changed."""
+    """Raise ValueError if a file of the prepared data is missing, or its hash has changed."""
     for name, expected in prepared.report["sha256"].items():
         path = prepared.folder / name
         if not path.is_file() or file_hash(path) != expected:
@@ -93,13 +93,13 @@ def verify_data(prepared: Prepared, tokenizer: Any) -> None:
 
 
 def check_heldout(section: DataSection) -> None:
-    """Raise ValueError if a section holds out no conversations to evaluate on."""
+    """Raise ValueError if the data section does not set held-out conversations for evaluation."""
     if not section.heldout_share and section.heldout_source is None:
         raise ValueError("`data.heldout_share` must be above 0, or `data.heldout_source` set, to evaluate")
 
 
 def lint_data(section: DataSection, tokenizer: Any) -> list[str]:
-    """Check the rendered documents of a recipe's data, print examples, and return a message for each low share."""
+    """Check the rendered documents, print examples, and return a message for each share below its minimum."""
     template = get_template(section.template, tokenizer, section.template_options)
     linter = Linter(tokenizer, template)
     render = Renderer(template, tokenizer, section.block_tokens, last_turn_only=section.last_turn_only)
@@ -120,9 +120,9 @@ def lint_data(section: DataSection, tokenizer: Any) -> list[str]:
 
 
 def colour(document: Rendered, tokenizer: Any) -> Text:
-    """Return the text of a document with supervised tokens in green, between marks, and special tokens dim.
+    """Format a document for the terminal: supervised tokens are green and in ⟦⟧, special tokens are dim.
 
-    Control characters are shown as symbols ("␛"), and ids outside the vocabulary are left out.
+    Control characters are printed as symbols ("␛"), and ids outside the vocabulary are omitted.
     """
     known = (document.ids >= 0) & (document.ids < vocabulary_size(tokenizer))
     ids, trained = document.ids[known].tolist(), document.trainable()[known]
@@ -171,7 +171,7 @@ def _prepare(section: DataSection, tokenizer: Any, identity: dict[str, Any], fol
 def _select_heldout(
     section: DataSection, heldout: list[Conversation], reports: list[CorpusReport]
 ) -> list[Conversation]:
-    """Return the conversations to evaluate on, of `heldout_source` or of the source."""
+    """Return the held-out conversations, from `heldout_source` if it is set. Raise ValueError if there are none."""
     if section.heldout_source is not None:
         part = SourceSection(source=section.heldout_source, limit=section.heldout_limit)
         heldout = list(_read_part(section, part, report := CorpusReport()))
@@ -188,7 +188,7 @@ def _select_heldout(
 
 
 def all_reports(parts: Sequence[SourceSection], reports: Sequence[CorpusReport]) -> dict[str, Any]:
-    """Return the total counts of all corpora, and the counts of each corpus."""
+    """Return the counts of all corpora together and of each corpus, as JSON values."""
     total = CorpusReport()
     for corpus in reports:
         total.merge(corpus)
@@ -204,14 +204,14 @@ def training_conversations(
     hold: Callable[[Conversation], None] | None = None,
     shard: tuple[int, int] = (0, 1),
 ) -> Iterator[Conversation]:
-    """Yield the clean conversations to train on, always in the same order.
+    """Yield the cleaned training conversations of a data section, in a reproducible order.
 
-    `hold` is called with the held-out conversations. `reports`, one per corpus, are filled. `shard` selects rows of
-    each corpus.
+    `hold` is called with each held-out conversation. `reports` (one per corpus) are updated. `shard` (index, count)
+    selects a part of the rows of each corpus.
     """
 
     def open_pass(part: SourceSection, report: CorpusReport, by_content: bool, number: int) -> Iterator[Conversation]:
-        # rows are counted in the first pass only
+        # Rows are counted only in the first pass.
         for conversation in _read_part(section, part, report if number == 0 else CorpusReport(), shard):
             if not is_held_out(section, conversation, by_content=by_content):
                 yield conversation
@@ -223,7 +223,7 @@ def training_conversations(
 
 
 def refuse_none(section: DataSection, reports: Sequence[CorpusReport]) -> None:
-    """Raise ValueError if no row was kept, with the reasons and possible remedies."""
+    """Raise ValueError with reasons and remedies if no row of any corpus was kept."""
     if not any(report.kept for report in reports):
         parts = zip(section.parts(), reports, strict=True)
         reasons = "; ".join(f"{part.source}: {report.explain_empty()}" for part, report in parts)
@@ -231,7 +231,7 @@ def refuse_none(section: DataSection, reports: Sequence[CorpusReport]) -> None:
 
 
 def _require_conversations(section: DataSection, reports: list[CorpusReport], **options: Any) -> Iterator[Conversation]:
-    """Yield `training_conversations`; raise ValueError if there are none."""
+    """Yield the conversations of `training_conversations`. Raise ValueError if there are none."""
     conversation = None
     for conversation in training_conversations(section, reports, **options):
         yield conversation
@@ -245,32 +245,32 @@ def _require_conversations(section: DataSection, reports: list[CorpusReport], **
 def _read_part(
     section: DataSection, part: SourceSection, report: CorpusReport, shard: tuple[int, int] = (0, 1)
 ) -> Iterator[Conversation]:
-    """Read the clean conversations of one corpus of a section."""
+    """Yield the cleaned conversations of one corpus of a data section."""
     options = part.model_dump(exclude={"weight"}) | {"cleaning": Cleaning(**section.clean), "report": report}
-    # only chat templates render tools and tool calls
+    # Only the tokenizer's own chat template renders tools and tool calls.
     return read_conversations(tools=section.template == OWN, shard=shard, **options)
 
 
 def _has_few_ids(section: DataSection, part: SourceSection) -> bool:
-    """Return whether a corpus is to be divided, and has too few different ids to be divided by them."""
+    """Check if a corpus must be split by hashes (held-out share or weight), but has too few distinct ids."""
     is_divided = part.weight % 1 or (section.heldout_source is None and section.heldout_share)
     return bool(is_divided) and has_few_ids(_read_part(section, part, CorpusReport()))
 
 
 def is_held_out(section: DataSection, conversation: Conversation, *, by_content: bool = False) -> bool:
-    """Return whether a conversation is held out, by its id or by its id and content."""
+    """Check if a conversation is held out, by a hash of its id or, if `by_content`, of its id and content."""
     return section.heldout_source is None and _draw(conversation, by_content) < section.heldout_share
 
 
 def _draw(conversation: Conversation, by_content: bool) -> float:
-    """Return the number in [0, 1) that decides whether a conversation is held out."""
+    """Hash a conversation to a number in [0, 1). It is held out if the number is below `heldout_share`."""
     # ShareGPT splits long conversations into abcdefg_0, abcdefg_1 …; all parts must get the same number.
     part = None if by_content else re.fullmatch(r"([A-Za-z0-9]{7})_\d+", conversation.id)
     return hash_share(f"held out {part[1] if part else draw_key(conversation, by_content=by_content)}")
 
 
 def _with_heldout(section: DataSection) -> DataSection:
-    """Return the section, with a larger held-out share if none of several conversations would be held out."""
+    """Return the section, with `heldout_share` increased to hold out one conversation if it would select none."""
     least, most = 1.0, 0.0
     if section.heldout_source is not None:
         return section
@@ -288,9 +288,9 @@ def _with_heldout(section: DataSection) -> DataSection:
 
 
 def data_identity(section: DataSection, tokenizer: Any, ignored: set[str]) -> dict[str, Any]:
-    """Return the values that determine prepared data: sources, options, cleaning, template and tokenizer.
+    """Return the values that identify prepared data: sources, options, cleaning, template and tokenizer.
 
-    Sources and the settings of the tokenizer's encoder are represented by hashes; `ignored` options are left out.
+    Local files and the tokenizer are represented by hashes. Options in `ignored` are omitted.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     file = Path(section.cache) / "hashes.json"
@@ -325,7 +325,7 @@ def _source_identity(source: str, known: dict[str, list[Any]]) -> dict[str, Any]
 
 
 def _sha256(path: Path, known: dict[str, list[Any]]) -> str:
-    """Return the hash of a file, cached by size, modification time and inode."""
+    """Return the SHA-256 of a file. `known` caches it until the size, modification time or inode changes."""
     stat, name = path.stat(), str(path.resolve())
     cached = known.get(name)
     if cached is None or cached[:3] != [stat.st_size, stat.st_mtime_ns, stat.st_ino]:

@@ -1,4 +1,4 @@
-"""Assembly of the training run of a drafter: model, teacher and measurement."""
+"""Construction of the training run of a drafter: model, teacher and acceptance measurement."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -33,7 +33,7 @@ _FROM_TARGET = ("vocab_size", "max_position_embeddings", "bos_token_id", "eos_to
 
 
 def trainable(recipe: DrafterRecipe, tokenizer: Any) -> TrainableModel:
-    """Load or create the model; raise ValueError if it does not fit the tokenizer or the template."""
+    """Load or create the model to train. Raise ValueError if it does not fit the tokenizer or the template."""
     trained = build_model(complete_section(recipe), recipe.train.seed)
     check_vocabulary(len(tokenizer), trained.model, recipe.model.source or "the model")
     if recipe.data.template == "t5" and not trained.model.config.is_encoder_decoder:
@@ -42,7 +42,7 @@ def trainable(recipe: DrafterRecipe, tokenizer: Any) -> TrainableModel:
 
 
 def make_drafter_run(recipe: DrafterRecipe, tokenizer: Any, prepare: Callable[[], Prepared], accelerator: Any) -> Run:
-    """Load the model of a recipe, prepare the data, then load the teacher and the measurement."""
+    """Load the model, prepare the data, load the teacher, and return the training run of a drafter."""
     trained = trainable(recipe, tokenizer)
     model, prepared = trained.model, prepare()
     if recipe.model.vocabulary is not None:
@@ -53,7 +53,7 @@ def make_drafter_run(recipe: DrafterRecipe, tokenizer: Any, prepare: Callable[[]
         trained.save(folder)
         save_vocabulary(model, folder)
         save_tokenizer(tokenizer, folder)
-        if recipe.target is not None and not is_adapter(folder):  # adapters use the model's settings
+        if recipe.target is not None and not is_adapter(folder):  # adapters use the settings of the base model
             save_speculation(folder)
 
     return Run(
@@ -73,7 +73,7 @@ def make_drafter_run(recipe: DrafterRecipe, tokenizer: Any, prepare: Callable[[]
 def _make_task(
     recipe: DrafterRecipe, tokenizer: Any, prepared: Prepared, model: PreTrainedModel, device: Any
 ) -> tuple[DrafterTask, str | None]:
-    """Return the task of a recipe, with its teacher and measurement, and the hash of the target if it is loaded."""
+    """Return the training task of a recipe, and the SHA-256 of the target if the task loads it."""
     parallel = None if recipe.parallel is None else parallel_of(recipe, model, prepared)
     taught_by_target = recipe.distils and recipe.teacher.cache is None
     measure = None
@@ -110,7 +110,7 @@ def _make_task(
         parallel=parallel,
     )
     task.title = role_of(recipe)
-    # settings that change the training or the meaning of its metrics
+    # Settings that change the training or its metrics; a run with other settings cannot resume.
     task.settings |= known
     model_settings = recipe.model.model_dump(mode="json", exclude={"attention", "vocabulary"})
     vocabulary = recipe.model.vocabulary
@@ -121,7 +121,7 @@ def _make_task(
 
 
 def _make_smaller(model: PreTrainedModel, section: VocabularySection, prepared: Prepared, name: str) -> None:
-    """Restrict the output layer of a model to a draft vocabulary."""
+    """Reduce the output layer of a model to the draft vocabulary."""
     if model.config.is_encoder_decoder:
         raise ValueError("`model.vocabulary` requires a decoder, but the model is an encoder-decoder")
     vocab = model.get_output_embeddings().weight.shape[0]
@@ -129,9 +129,9 @@ def _make_smaller(model: PreTrainedModel, section: VocabularySection, prepared: 
 
 
 def frequent_tokens(tokens: int, vocab: int, prepared: Prepared, name: str) -> Tensor:
-    """Return the ids of the most frequent supervised tokens in ascending order, [tokens].
+    """Return the ids of the most frequent supervised tokens, sorted in ascending order, [tokens].
 
-    Lower ids come first among equally frequent tokens. Raises ValueError if `tokens` exceeds the vocabulary.
+    If frequencies are equal, lower ids are preferred. Raises ValueError if `tokens` exceeds the vocabulary size.
     """
     if tokens > vocab:
         raise ValueError(f"`vocabulary.tokens` must be at most the model's vocabulary size {vocab}, got {tokens}")
@@ -143,7 +143,7 @@ def frequent_tokens(tokens: int, vocab: int, prepared: Prepared, name: str) -> T
 
 
 def parallel_of(recipe: DrafterRecipe, model: PreTrainedModel, prepared: Prepared) -> Parallel:
-    """Return the settings of parallel drafting, and store the mask token in the model's configuration.
+    """Return the settings of parallel drafting, and store the mask token in the model configuration.
 
     Raises ValueError: the model is an encoder-decoder, or the mask token is outside its vocabulary.
     """
@@ -163,7 +163,7 @@ def parallel_of(recipe: DrafterRecipe, model: PreTrainedModel, prepared: Prepare
 
 
 def complete_section(recipe: DrafterRecipe) -> ModelSection:
-    """Return the model section; a new model takes its vocabulary, positions and special tokens from the target."""
+    """Return the model section. New models inherit vocabulary size, positions and special tokens from the target."""
     section = recipe.model
     if section.config is None or recipe.target is None:
         return section

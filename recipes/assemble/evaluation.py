@@ -1,4 +1,4 @@
-"""Loading of the target, drafters, heads, table and prompts of an evaluation recipe."""
+"""Loading of the target, the drafters, the heads, the table and the prompts of an evaluation recipe."""
 
 import copy
 import hashlib
@@ -42,12 +42,12 @@ from ..session.machine import machine
 from ..session.terminal import Advance, bar, log
 
 Bar = Callable[[str, str], AbstractContextManager[Advance]]
-"""Function that opens a progress bar with a title and a unit."""
+"""Function that opens a progress bar, given its title and unit."""
 
 
 @dataclass(frozen=True)
 class LoadedPair:
-    """Target and parts of an evaluation, ready to decode."""
+    """Loaded target of an evaluation, with its drafters, heads and table."""
 
     tokenizer: Any
     model: PreTrainedModel
@@ -56,15 +56,15 @@ class LoadedPair:
     parts: Parts
     device: str
     refs: dict[str, ModelRef]
-    """Files of the target ("target") and of each part ("drafter", "drafter 2", "heads", "table")."""
+    """Resolved model references, with the keys "target", "drafter", "drafter 2", "heads" and "table"."""
 
     def artifacts(self) -> dict[str, Any]:
-        """Return the records of the loaded files for results and certificates."""
+        """Return the id, revision and hash of each loaded model, for results files and certificates."""
         return {name: ref.record() for name, ref in sorted(self.refs.items())}
 
 
 def open_recipe(recipe: EvaluateRecipe) -> LoadedPair:
-    """Load the target and the parts of a recipe; raise ValueError if a part is missing or does not fit."""
+    """Load the models of a recipe. Raise ValueError if one is missing or does not fit the target."""
     for row in recipe.methods:
         for part in method_config(row.method, row.options).needs:
             if getattr(recipe, part) is None:
@@ -109,7 +109,7 @@ def open_recipe(recipe: EvaluateRecipe) -> LoadedPair:
 
 
 def _layers_read(drafters: Iterable[str]) -> tuple[int, ...]:
-    """Return the target's layers that drafters read; raise ValueError if they read different ones."""
+    """Return the target layers whose hidden states EAGLE drafters use. Raise ValueError if the drafters differ."""
     folders = [Path(locate_part(source, "drafter")) for source in drafters]
     read = {tuple(eagle_layers(folder)) for folder in folders if is_eagle(folder)}
     if len(read) > 1:
@@ -120,7 +120,7 @@ def _layers_read(drafters: Iterable[str]) -> tuple[int, ...]:
 def _open_part(
     source: str, kind: str, load: Callable[[Path], Any], location: str | None = None
 ) -> tuple[ModelRef, tuple[Any, Any]]:
-    """Load a part and its manifest, which is None for a drafter that is not an artifact."""
+    """Load a drafter, heads or a table, and its manifest (None for a drafter that is not an artifact)."""
     location = location or locate_part(source, kind)
     is_artifact = kind != "drafter" or (Path(location) / MANIFEST_FILE).is_file()
     ref = resolve_model(source, location)
@@ -136,7 +136,7 @@ def _open_drafter(
     model: PreTrainedModel,
     tokenizer: Any,
 ) -> tuple[ModelRef, LanguageModel]:
-    """Load a draft model or EAGLE-3 heads; `fits` checks the manifest of an artifact against the target."""
+    """Load a draft model or EAGLE-3 heads. `fits` is called to check the manifest of an artifact for the target."""
     drafter: LanguageModel
     if is_eagle(Path(location := locate_part(source, "drafter"))):
         ref, (manifest, heads) = _open_part(source, "heads", load_eagle, location)
@@ -168,7 +168,7 @@ def _open_drafter(
 def _translation(
     recipe: EvaluateRecipe, source: str, manifest: Manifest | None, tokenizer: Any
 ) -> TextTranslation | None:
-    """Return a translation by text if the tokenizers differ and `speculative` is the only method that drafts."""
+    """Return a translation between different tokenizers, which only the method `speculative` supports, or None."""
     drafting = {row.method for row in recipe.methods if "drafter" in method_config(row.method, row.options).needs}
     known = manifest is not None and manifest.tokenizer_fingerprint == tokenizer_fingerprint(tokenizer)
     if known or drafting != {"speculative"}:
@@ -182,14 +182,14 @@ def _translation(
 
 @cache
 def locate_part(source: str, kind: str) -> str:
-    """Return the directory of a part, or the hub id of a drafter; artifacts on the hub are downloaded once."""
+    """Return the directory of a drafter, heads or a table, or the hub id of a drafter. Artifacts are downloaded."""
     return model_source(source) if kind == "drafter" else str(resolve(source, kind))
 
 
 def prompts_of(
     recipe: EvaluateRecipe, tokenizer: Any, skipped: SkippedPrompts | None = None
 ) -> list[tuple[Prompt, list[int]]]:
-    """Return the prompts with their token ids, add others to `skipped`, and raise ValueError if none is left."""
+    """Load and tokenize the prompts, and record skipped ones in `skipped`. Raise ValueError if none remain."""
     return load_prompts(
         recipe.prompts,
         get_template(recipe.template, tokenizer, recipe.template_options),
@@ -203,7 +203,7 @@ def prompts_of(
 
 
 def device_of(recipe: EvaluateRecipe | RegenerateRecipe) -> str:
-    """Return the device of a recipe, by default a GPU if there is one; raise ValueError if it is not available."""
+    """Return the device of a recipe; `auto` selects a GPU if there is one. Raise ValueError if it is unavailable."""
     if recipe.device.startswith("cuda") and not torch.cuda.is_available():
         raise ValueError(f"`device` is {recipe.device!r}, but torch finds no GPU: use `device: cpu`")
     if recipe.device != "auto":
@@ -212,7 +212,7 @@ def device_of(recipe: EvaluateRecipe | RegenerateRecipe) -> str:
 
 
 def load_with_progress(source: str, **options: Any) -> PreTrainedModel:
-    """Run `load_model` with a progress bar."""
+    """Load a model with `load_model`, and display a progress bar."""
     with bar(f"loading {Path(source).name}", "%") as advance:
         return load_model(source, progress=advance, **options)
 
@@ -226,14 +226,14 @@ def load_target(recipe: EvaluateRecipe) -> PreTrainedModel:
 
 
 def entries_of(recipe: EvaluateRecipe) -> list[Entry]:
-    """Return the rows of a recipe as entries of a measurement."""
+    """Convert the rows of a recipe to entries of a measurement (label, method, options and sampling)."""
     rows = zip(recipe.labels(), recipe.methods, strict=True)
     warped = (recipe.top_k, recipe.top_p)
     return [Entry(label, row.method, row.options, Sampling(recipe.temperature_of(row), *warped)) for label, row in rows]
 
 
 def other_target(artifact: Path, target: str) -> str | None:
-    """Return the target that an artifact was trained with if it differs from `target`, otherwise None."""
+    """Return the target that an artifact was trained with, or None if it is `target` or unknown."""
     made_for, base = load_manifest(artifact).target or {}, artifact / "base"
     named, sha256 = made_for.get("id"), made_for.get("sha256")
     if (base / "config.json").is_file():
@@ -243,7 +243,7 @@ def other_target(artifact: Path, target: str) -> str | None:
 
 @dataclass(frozen=True)
 class Case:
-    """Loaded evaluation with its prompts."""
+    """Evaluation whose models and prompts are loaded."""
 
     recipe: EvaluateRecipe
     pair: LoadedPair
@@ -255,23 +255,23 @@ class Case:
 
     @property
     def title(self) -> str:
-        """Title of the tables of results."""
+        """Title of the results tables."""
         return f"{self.recipe.target}, {len(self.prompts)} prompts of {self.recipe.prompts}"
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Identity of the runs, for resuming."""
+        """Settings that identify the runs. Finished runs are reused only if they are unchanged."""
         return identity_of(self.recipe, self.prompts, self.pair)
 
     def texts(self, sampling: Sampling, bar: Bar = bar) -> list[list[int]]:
-        """Return the target's own continuations of the prompts."""
+        """Generate the on-policy responses of the target to the prompts, as token ids."""
         with bar(f"generating on-policy responses at temperature {sampling.temperature:g}", "prompts") as advance:
             arguments = (self.pair.target, self.prompts, self.limits, sampling)
             return sample_texts(*arguments, seed=self.recipe.seed, progress=advance)
 
 
 def open_case(recipe: EvaluateRecipe, skipped: SkippedPrompts | None = None) -> Case:
-    """Load the parts and prompts of a recipe; the prompts of larger batches are sorted by length."""
+    """Load the models and prompts of a recipe. If the batch size exceeds 1, prompts are sorted by length."""
     pair, skipped = open_recipe(recipe), SkippedPrompts() if skipped is None else skipped
     loaded = prompts_of(recipe, pair.tokenizer, skipped)
     template = get_template(recipe.template, pair.tokenizer, recipe.template_options)
@@ -292,7 +292,7 @@ def open_case(recipe: EvaluateRecipe, skipped: SkippedPrompts | None = None) -> 
 
 
 def identity_of(recipe: EvaluateRecipe, prompts: Sequence[Sequence[int]], pair: LoadedPair) -> dict[str, Any]:
-    """Return the identity of runs; finished runs are reused only if it is unchanged."""
+    """Return the settings, hashes and machine that identify runs. A change prevents the reuse of finished runs."""
     settings = recipe.recorded(exclude={"out", "energy", "energy_batches", "energy_runs", "energy_context"})
     settings |= {f"hash of the {name}": ref.sha256 for name, ref in pair.refs.items()}
     return settings | {"prompts read": prompts_digest(prompts), "machine": machine(pair.device)}

@@ -1,6 +1,6 @@
-"""Assembly of the training run of prediction heads: target, heads and measurement.
+"""Construction of the training run of prediction heads: target, heads and acceptance measurement.
 
-Letters: V vocabulary, D hidden, X positions.
+Shape suffixes: V vocabulary size, D hidden size, X positions.
 """
 
 from collections.abc import Callable
@@ -30,11 +30,11 @@ from .models import TrainableModel, add_lora, check_vocabulary, load_trainable
 from .teacher import open_hidden
 
 BASE = "base"
-"""Directory in the artifact of a target that is trained jointly with its heads."""
+"""Subdirectory of the artifact for a target that is trained jointly with its heads."""
 
 
 def _check_launch(recipe: HeadsRecipe, task: HeadsTask, accelerator: Any) -> None:
-    """Raise ValueError if DeepSpeed would cast a target that is trained too to another dtype."""
+    """Raise ValueError if DeepSpeed would change the dtype of a target that is trained jointly with its heads."""
     precision = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(recipe.train.precision)
     if recipe.base is not None and zero_stage(accelerator) and precision not in (None, task.target.dtype):
         name, cast = (str(dtype).removeprefix("torch.") for dtype in (task.target.dtype, precision))
@@ -42,7 +42,7 @@ def _check_launch(recipe: HeadsRecipe, task: HeadsTask, accelerator: Any) -> Non
 
 
 def make_heads_run(recipe: HeadsRecipe, tokenizer: Any, prepare: Callable[[], Prepared], accelerator: Any) -> Run:
-    """Prepare the data, load the target, and create its heads; raise ValueError if the recipe has a mistake."""
+    """Prepare the data, load the target, create its heads, and return the training run."""
     prepared, device, ref = prepare(), accelerator.device, resolve_model(recipe.target)
     target = load_trainable(ref.path, decoder=True, device=str(device), dtype=recipe.target_dtype)
     check_vocabulary(len(tokenizer), target, recipe.target)
@@ -81,7 +81,7 @@ def make_heads_run(recipe: HeadsRecipe, tokenizer: Any, prepare: Callable[[], Pr
 
 
 def _make_task(recipe: HeadsRecipe, tokenizer: Any, prepared: Prepared, target: Any, heads: Any) -> HeadsTask:
-    """Return the task of a recipe with its measurement."""
+    """Return the training task of a recipe, including the acceptance measurement."""
     states = None if recipe.hidden.cache is None else open_hidden(recipe, prepared)
     common: dict[str, Any] = {
         "head_weights": [recipe.weight_decay_by_head**head for head in range(recipe.num_heads)],
@@ -102,7 +102,7 @@ def _make_task(recipe: HeadsRecipe, tokenizer: Any, prepared: Prepared, target: 
         task.settings["lora"] = recipe.base.lora.model_dump(mode="json", exclude={"export"})
     if recipe.hidden.cache is not None and not recipe.measure.prompts:
         _drop_layers(target)  # training uses only its embeddings and output layer
-    # settings that change the training or the meaning of its metrics
+    # Settings that change the training or its metrics; a run with other settings cannot resume.
     task.settings["target_dtype"] = str(target.dtype)
     task.settings["heads"] = [recipe.num_heads, recipe.num_layers, recipe.projection, recipe.rank, heads.states]
     if recipe.vocabulary is not None:
@@ -113,7 +113,7 @@ def _make_task(recipe: HeadsRecipe, tokenizer: Any, prepared: Prepared, target: 
 
 
 def _drop_layers(target: Any) -> None:
-    """Drop the layers of a decoder, which take most of its memory."""
+    """Remove the layers of a decoder to free memory."""
     decoder = target.get_decoder()
     for name, layers in [*decoder.named_children()]:
         if isinstance(layers, nn.ModuleList):
@@ -121,7 +121,7 @@ def _drop_layers(target: Any) -> None:
 
 
 def _new_heads(recipe: HeadsRecipe, target: Any, prepared: Prepared) -> PredictionHeads | EagleHeads:
-    """Return heads initialised from the target, in float32, since 16 bits would lose small updates."""
+    """Create heads initialised from the target, in float32, because 16-bit weights would lose small updates."""
     weight_VD = target.get_output_embeddings().weight.detach()
     if recipe.architecture == "eagle3":
         proposed = None
@@ -148,10 +148,10 @@ def _new_heads(recipe: HeadsRecipe, target: Any, prepared: Prepared) -> Predicti
 
 @torch.no_grad()
 def _fit_before_norm(target: Any, prepared: Prepared) -> tuple[float, Tensor]:
-    """Return a scale and weights, [D], that approximate the final norm on a held-out block.
+    """Fit a scale and weights, [D], that approximate the final norm on a held-out block.
 
-    The scale gives pre-norm states a root mean square of 1; the weights are the least-squares factors from them to
-    post-norm states. With both, heads start close to the target's output layer.
+    The scale normalizes pre-norm hidden states to a root mean square of 1. The weights map the scaled states to
+    post-norm states by least squares, so that new heads approximate the target's output layer.
     """
     if not prepared.heldout.blocks:
         raise ValueError("`states: before-norm` requires a held-out block: increase `data.heldout_share`")

@@ -1,6 +1,6 @@
-"""Creation and saving of the model that a recipe trains: an existing, cut or new model, or a LoRA adapter.
+"""Creation and saving of the model to train: an existing model, some of its layers, a new model, or a LoRA adapter.
 
-Letters: V vocabulary, D hidden.
+Shape suffixes: V vocabulary size, D hidden size.
 """
 
 import copy
@@ -35,13 +35,13 @@ class TrainableModel:
     """Model to train, with its LoRA adapter if it has one."""
 
     model: PreTrainedModel
-    """Model that the task trains; with LoRA, its layers contain the adapters."""
+    """Model that is trained. With LoRA, its linear layers contain the adapters."""
     lora: LoraSection | None = None
     adapter: Any = None
-    """Wrapper of peft around `model`, or None without LoRA."""
+    """PEFT model that wraps `model`, or None without LoRA."""
 
     def save(self, folder: Path) -> None:
-        """Write the files of the model, with its adapter merged, or of the adapter only."""
+        """Save the model with its adapter merged, or only the adapter if the recipe exports adapters."""
         if self.lora is None:
             self.model.save_pretrained(folder)
         elif self.lora.export == "adapter":
@@ -52,7 +52,7 @@ class TrainableModel:
         patch_model(folder)
 
     def saved_bytes(self) -> int:
-        """Return the size of the weights that `save` writes."""
+        """Return the size of the weights that `save` writes, in bytes."""
         weights = sum(p.nbytes for p in self.model.parameters())
         if self.lora is None:
             return weights
@@ -60,7 +60,7 @@ class TrainableModel:
         return added if self.lora.export == "adapter" else weights - added
 
     def shapes(self) -> dict[str, Any]:
-        """Return the sizes and the type of the model for the manifest; an adapter adds its base model."""
+        """Return model dimensions and type for the manifest, and the base model of an adapter."""
         head = self.model.get_output_embeddings()
         added = {name for name, _ in self.model.named_parameters() if "lora_" in name}
         counted = {name: weight.numel() for name, weight in self.model.named_parameters()}
@@ -77,7 +77,7 @@ class TrainableModel:
 
 
 def build_model(section: ModelSection, seed: int) -> TrainableModel:
-    """Return the model of a recipe on the CPU; `seed` initialises new weights."""
+    """Load or create the model of a recipe on the CPU. New weights are initialised with `seed`."""
     torch.manual_seed(seed)
     dtype = getattr(torch, section.dtype)
     attention = None if section.attention == "auto" else section.attention
@@ -95,9 +95,9 @@ def build_model(section: ModelSection, seed: int) -> TrainableModel:
 
 
 def load_trainable(source: str, *, decoder: bool = False, **options: Any) -> PreTrainedModel:
-    """Load a model to train or to learn from, with the options of `load_model`.
+    """Load a model for training or as a teacher. `options` are passed to `load_model`.
 
-    Raises ValueError for an encoder-decoder if `decoder` is set or it is not of the T5 family.
+    Raises ValueError for an encoder-decoder model that is not a T5 model, or if `decoder` is set.
     """
     model = load_model(source, **options)
     if model.config.is_encoder_decoder:
@@ -108,14 +108,14 @@ def load_trainable(source: str, *, decoder: bool = False, **options: Any) -> Pre
 
 
 def check_vocabulary(tokens: int, model: PreTrainedModel, name: str) -> None:
-    """Raise ValueError if a model has fewer embeddings than a tokenizer has `tokens`."""
+    """Raise ValueError if a model has fewer than `tokens` embeddings, where `tokens` is the tokenizer size."""
     rows = model.get_output_embeddings().weight.shape[0]
     if tokens > rows:
         raise ValueError(f"the tokenizer has {tokens} tokens, but {name} has embeddings for {rows}")
 
 
 def model_from_config(section: ModelSection, attention: str | None) -> PreTrainedModel:
-    """Create a model from the configuration of a recipe; raise ValueError if the configuration is invalid."""
+    """Create a model from the configuration in a recipe. Raise ValueError if the configuration is invalid."""
     settings = dict(section.config or {})
     kind = settings.pop("model_type")
     try:
@@ -129,7 +129,7 @@ def model_from_config(section: ModelSection, attention: str | None) -> PreTraine
         if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
             config.decoder_start_token_id = config.pad_token_id  # as in T5
         trains_here = not torch.accelerator.is_available()
-        # bytes per parameter: float32 weights and, on the host, gradients and both moments of AdamW
+        # Bytes per parameter: float32 weights, gradients and both moments of AdamW in host memory.
         check_memory(config, 16 if trains_here else 4, "reduce the sizes in `model.config`")
         model = new_model(config, attention)
         if config.is_encoder_decoder:
@@ -140,7 +140,7 @@ def model_from_config(section: ModelSection, attention: str | None) -> PreTraine
 
 
 def new_model(config: Any, attention: str | None) -> PreTrainedModel:
-    """Create the model of a transformers configuration; raise ValueError if the attention kernel is not available."""
+    """Create a model from a transformers config. Raise ValueError if the attention kernel is not available."""
     try:
         return model_class(config).from_config(
             config, **({} if attention is None else {"attn_implementation": attention})
@@ -192,7 +192,7 @@ def _depth_keys(config: Any) -> list[str]:
 
 
 def _layer_lists(model: nn.Module, counts: set[int]) -> list[str]:
-    """Return the names of the lists of layers, except for lists inside layers (experts)."""
+    """Return the names of the layer lists (`nn.ModuleList`), excluding lists inside layers, such as experts."""
     lists: list[str] = []
     for name, part in model.named_modules():
         inside = any(name.startswith(f"{other}.") for other in lists)
@@ -202,7 +202,7 @@ def _layer_lists(model: nn.Module, counts: set[int]) -> list[str]:
 
 
 def _old_name(name: str, pattern: re.Pattern[str], layers: list[int], old: Mapping[str, Tensor]) -> str:
-    """Return the name in the full model of a weight of the cut model."""
+    """Map the name of a weight in the reduced model to its name in the full model."""
     match = pattern.match(name)
     if match is None:
         return name
@@ -211,7 +211,7 @@ def _old_name(name: str, pattern: re.Pattern[str], layers: list[int], old: Mappi
 
 
 def add_lora(model: PreTrainedModel, section: ModelSection) -> Any:
-    """Add LoRA adapters to the linear layers of a model, and return the wrapper of peft."""
+    """Add LoRA adapters to the linear layers of a model, and return the PEFT model."""
     lora, source = section.lora, section.source
     assert lora is not None
     if lora.export == "adapter" and section.layers:

@@ -1,4 +1,4 @@
-"""Caches of a target's outputs: the most likely tokens for distilling a drafter, or hidden states for heads."""
+"""Caches of target outputs: top-k log-probabilities to distil a drafter, or hidden states to train heads."""
 
 import shutil
 import signal
@@ -33,7 +33,7 @@ _ENOUGH_MASS = 0.9  # a mass of 0.54 made a drafter worse (docs/lab-notes/traini
 
 
 class _Part(NamedTuple):
-    """Training or held-out data, and the directory of its cache."""
+    """Training or held-out data, with the source and the directory of its cache."""
 
     name: str
     data: PreparedData
@@ -46,7 +46,7 @@ class _Part(NamedTuple):
 
 
 def states_read(recipe: HeadsRecipe) -> str:
-    """Return the name of the target's hidden states that heads read, as defined in `PackedForward`."""
+    """Return the `PackedForward` name of the target's hidden states that are the input of the heads."""
     if recipe.architecture == "medusa":
         return recipe.states
     config = AutoConfig.from_pretrained(model_source(recipe.target, weights=False)).get_text_config()
@@ -55,25 +55,25 @@ def states_read(recipe: HeadsRecipe) -> str:
 
 
 def open_cache(recipe: DrafterRecipe, prepared: Prepared) -> CachedTeacher:
-    """Open the teacher cache of a drafter, for its training and held-out data."""
+    """Open the teacher caches of the training and held-out data of a drafter."""
     return CachedTeacher(*_open_caches(recipe, prepared))
 
 
 def open_hidden(recipe: HeadsRecipe, prepared: Prepared) -> CachedHidden:
-    """Open the cache of hidden states of a recipe, for its training and held-out data."""
+    """Open the hidden-state caches of the training and held-out data of heads."""
     return CachedHidden(*_open_caches(recipe, prepared))
 
 
 def prepare_teacher(recipe: TrainingRecipe, accelerator: Any | None = None) -> Path:
-    """Run the target of a recipe over its data, and cache its outputs.
+    """Run the target of a recipe on the training and held-out data, and cache its outputs.
 
-    An interrupted run resumes, and a finished cache is reused. Under `accelerate launch` the processes share the work
-    and need a shared file system.
+    An interrupted run resumes, and a finished cache is reused. With `accelerate launch`, the processes share the work
+    and require a shared file system.
 
     Returns:
         Directory of the cache of the training data.
 
-    Raises ValueError: the recipe has no cache or no target, or the disk is too small.
+    Raises ValueError: the recipe sets no cache or no target, or there is too little free disk space.
     """
     state = accelerator if accelerator is not None else make_accelerator("no")
     recipe = _check(settle_precision(recipe))
@@ -89,7 +89,7 @@ def prepare_teacher(recipe: TrainingRecipe, accelerator: Any | None = None) -> P
 
 
 def _check(recipe: TrainingRecipe) -> DrafterRecipe | HeadsRecipe:
-    """Return a recipe of a drafter or heads; raise ValueError if it has no target or cache."""
+    """Raise ValueError unless a recipe is of a drafter or heads and sets a target and a cache; return it."""
     if isinstance(recipe, TableRecipe):
         raise ValueError("--teacher requires a recipe of kind 'drafter' or 'heads', got 'table'")
     setting = "teacher.cache" if isinstance(recipe, DrafterRecipe) else "hidden.cache"
@@ -153,7 +153,7 @@ def _write(recipe: DrafterRecipe | HeadsRecipe, parts: Sequence[_Part], state: A
 
 
 def _write_share(writers: Sequence[CacheWriter], make_rows: MakeRows, batch: int, state: Any) -> None:
-    """Write this process's share of the files; raise Interrupted if a signal arrived."""
+    """Write the missing cache files of this process. Raise Interrupted if a signal is received."""
     missing = [(writer, shard) for writer in writers for shard in writer.missing_shards()]
     missing = [each for each in missing if each[1].number % state.num_processes == state.process_index]
     total, done = sum(shard.rows for _, shard in missing), 0
@@ -174,7 +174,7 @@ def _write_share(writers: Sequence[CacheWriter], make_rows: MakeRows, batch: int
 
 
 def _check_disk(part: _Part, writers: Sequence[CacheWriter]) -> None:
-    """Log the size of the cache; raise ValueError if the disk is too small for it."""
+    """Log the size of the cache. Raise ValueError if there is too little free disk space."""
     needed = sum(writer.missing_bytes() for writer in writers)
     size, rows = sum(writer.rows * writer.row_bytes for writer in writers), sum(writer.rows for writer in writers)
     folder = part.folder.parent

@@ -10,17 +10,17 @@ from .errors import describe
 
 
 class Section(BaseModel):
-    """Base class of sections, which reject unknown keys and values of another type."""
+    """Base class of recipe sections. Unknown keys and values of the wrong type raise a validation error."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
 
     def recorded(self, **parts: Any) -> dict[str, Any]:
-        """Return JSON values without secrets; `parts` are `include` and `exclude` of pydantic."""
+        """Return the section as JSON values without secrets. `parts` are passed to `model_dump` of pydantic."""
         return dict(without_secrets(self.model_dump(mode="json", **parts)))
 
 
 def check_cleaning(options: dict[str, Any]) -> None:
-    """Raise ValueError for an unknown option or value of `Cleaning`, with the nearest known one."""
+    """Raise ValueError if `options` contains an unknown cleaning option or an invalid value."""
     try:
         Cleaning(**options)
     except ValidationError as error:
@@ -28,14 +28,14 @@ def check_cleaning(options: dict[str, Any]) -> None:
 
 
 class PlaceSection(Section):
-    """Location of the rows of a corpus."""
+    """Location of a corpus, and the number of conversations to use."""
 
     path: str | None = None
-    """Local copy that replaces the hub."""
+    """Local copy to use instead of the hub dataset."""
     config: str | None = None
-    """Configuration of a hub dataset (default: that of the registry, as for the next three)."""
+    """Configuration of a hub dataset. The default of this and of the next three fields comes from the registry."""
     split: str | None = None
-    """Split of a hub dataset, or part of the files of a folder."""
+    """Split of a hub dataset, or of the data files in a directory."""
     revision: str | None = None
     """Revision of a hub dataset."""
     file: str | None = None
@@ -55,14 +55,14 @@ class SourceSection(PlaceSection):
 
 
 class DataSection(PlaceSection):
-    """Source of conversations, and the settings of their token blocks."""
+    """Training data: corpora, cleaning, chat template, packing and held-out data."""
 
     source: str | None = None
     """Corpus, as in `mixture`; `path`, `config`, `split`, `revision`, `file` and `limit` apply to it."""
     mixture: list[SourceSection] = []
     """Several corpora in place of `source`."""
     clean: dict[str, Any] = {}
-    """Options of cleaning, see `draftsmith.data.cleaning.cleaner.Cleaning`."""
+    """Cleaning options, see `draftsmith.data.cleaning.cleaner.Cleaning`."""
     template: str = "vicuna-v1.1"
     """Name of the chat template; `tokenizer`: the tokenizer's own."""
     template_options: dict[str, Any] = {}
@@ -77,19 +77,19 @@ class DataSection(PlaceSection):
     heldout_source: str | None = None
     """Conversations to evaluate on (default: `heldout_share` of the source)."""
     heldout_share: float = Field(0.01, ge=0, lt=1)
-    """Share of the conversations held out, by a hash of their ids, or of ids and contents where there are few ids; 0
-    is allowed for counting a table."""
+    """Share of the conversations to hold out, selected by a hash of their ids, or of ids and contents if there are few
+    distinct ids. 0 is allowed only for counting a table."""
     heldout_limit: int = Field(256, ge=1)
     """Maximum number of held-out conversations."""
     min_clean_share: float = Field(0.98, ge=0, le=1)
     """Minimum share of documents without faults for `draftsmith prepare --lint`."""
     min_trained_share: float = Field(0.01, ge=0, le=1)
-    """Minimum share of trained tokens."""
+    """Minimum share of supervised tokens."""
     cache: str = "runs/prepared"
-    """Folder of prepared blocks, which are reused while source, options, template and tokenizer are unchanged."""
+    """Directory of prepared blocks. They are reused if source, options, template and tokenizer are unchanged."""
 
     def parts(self) -> list[SourceSection]:
-        """Return the corpora."""
+        """Return the corpora in `mixture`, or the single corpus `source`."""
         if self.source is None:
             return self.mixture
         return [SourceSection(source=self.source, **{name: getattr(self, name) for name in PlaceSection.model_fields})]

@@ -11,7 +11,7 @@ from .training import DrafterRecipe, HeadsRecipe, TableRecipe
 
 
 class MethodSection(Section):
-    """One row of an evaluation."""
+    """Row of an evaluation: a decoding method with its options."""
 
     method: str
     """Name of the method."""
@@ -26,7 +26,7 @@ class MethodSection(Section):
 
 
 def every_row(parts: Container[str], at: float, temperature: float | None) -> list[MethodSection]:
-    """Return a row for each method and variant that these artifacts allow at a temperature."""
+    """Return a row for each method and variant that is available with the given artifacts at a temperature."""
     from ...decode.methods import all_rows
 
     suffix = "" if temperature is None else f" T={temperature:g}"
@@ -131,17 +131,17 @@ class EvaluateRecipe(_Decoding):
         return values | {"methods": rows}
 
     def sources(self) -> list[str]:
-        """Return all files, directories and hub ids that the recipe names."""
+        """Return the prompts and models of the recipe: files, directories and hub ids."""
         named = [self.target, self.drafter, *self.more_drafters, self.heads, self.table]
         return [source for source in (*named, self.prompts, self.prompts_path) if source is not None]
 
     def asks_every_turn(self) -> bool:
-        """Return whether later questions of a conversation are asked too."""
+        """Return whether all questions of a conversation are asked, not only the first."""
         corpus = find_corpus(self.prompts)
         return self.turns == "all" or (self.turns == "auto" and corpus is not None and corpus.every_turn)
 
     def labels(self) -> list[str]:
-        """Return the names of the rows."""
+        """Return the labels of the rows, which are unique."""
         own = ["" if row.temperature is None else f" T={row.temperature:g}" for row in self.methods]
         return [row.label or row.method + suffix for row, suffix in zip(self.methods, own, strict=True)]
 
@@ -185,7 +185,7 @@ class ServerSection(Section):
     """OpenAI-compatible server, such as `transformers serve`, vLLM, SGLang, TGI or llama.cpp."""
 
     url: str = Field(pattern="^https?://")
-    """Base URL of its API, such as http://127.0.0.1:8000/v1."""
+    """Base URL of the server's API, such as http://127.0.0.1:8000/v1."""
     model: str
     """Name of the model on the server."""
     concurrency: int = Field(16, ge=1)
@@ -205,7 +205,7 @@ class RegenerateRecipe(PlaceSection, _Decoding):
     source: str
     """Corpus whose questions are asked, as in a data section."""
     clean: dict[str, Any] = {}
-    """Options of cleaning, see `draftsmith.data.cleaning.cleaner.Cleaning`."""
+    """Cleaning options, see `draftsmith.data.cleaning.cleaner.Cleaning`."""
     target: str | None = None
     """Directory or hub id of the target, to decode in this process."""
     server: ServerSection | None = None

@@ -1,4 +1,4 @@
-"""Recipe of a forge."""
+"""Recipe of `draftsmith forge`."""
 
 from typing import Annotated, Any, Literal
 

@@ -1,4 +1,4 @@
-"""Loading of recipes: from a file and `key=value` overrides to a checked recipe."""
+"""Loading and validation of recipes from YAML files and `key=value` overrides."""
 
 import re
 import typing
@@ -44,11 +44,11 @@ RECIPES: dict[str, type[Section]] = {
 
 SHIPPED = Path(__file__).parents[1]
 _LEFT_OUT = ("", "pairs/", "evaluate/")
-"""Directories that may be omitted from the name of a shipped recipe."""
+"""Prefixes that may be omitted from the name of a shipped recipe."""
 
 
 class _Loader(yaml.SafeLoader):
-    """Loader with YAML 1.2 scalars (1e-3 is a number, no and on are strings) that rejects duplicate keys."""
+    """YAML loader with the scalar types of YAML 1.2 (1e-3 is a number, no and on are strings) and unique keys."""
 
     # A copy, so that the resolvers below do not change other loaders of the process.
     yaml_implicit_resolvers = {
@@ -77,19 +77,19 @@ _Loader.add_implicit_resolver(
 
 
 def shipped_recipes() -> dict[str, Path]:
-    """Return the files of the shipped recipes by name (`drafter/vicuna-68m`)."""
+    """Return a mapping from the names of shipped recipes (`drafter/vicuna-68m`) to their files."""
     recipes = {str(path.relative_to(SHIPPED).with_suffix("")): path for path in sorted(SHIPPED.rglob("*.yaml"))}
     return {name: path for name, path in recipes.items() if not name.startswith("launch/")}
 
 
 def launch_settings() -> dict[str, Path]:
-    """Return the files of the shipped launch settings by name (`accelerate/zero2`, `deepspeed/zero2`)."""
+    """Return a mapping from the names of shipped launch settings (`accelerate/zero2`) to their files."""
     paths = sorted(path for path in (SHIPPED / "launch").glob("*/*") if path.suffix in (".yaml", ".json"))
     return {f"{path.parent.name}/{path.stem}": path for path in paths}
 
 
 def first_sentence(path: Path) -> str:
-    """Return the first sentence of a recipe's head comment after the command."""
+    """Return the first sentence of the comment at the top of a recipe, skipping the command in the first line."""
     comment: list[str] = []
     for line in path.read_text(encoding="utf-8").splitlines()[1:]:
         if not line.startswith("#"):
@@ -99,7 +99,7 @@ def first_sentence(path: Path) -> str:
 
 
 def find_recipe(name: str) -> Path:
-    """Return the file of a recipe by path or shipped name; raise ValueError with the closest name if there is none."""
+    """Return the file of a recipe, given its path or shipped name. Raise ValueError if it does not exist."""
     path = Path(name)
     if path.is_file():
         return path
@@ -113,7 +113,7 @@ def find_recipe(name: str) -> Path:
 
 
 def read_recipe(path: Path) -> dict[str, Any]:
-    """Read the mapping in a YAML file; raise ValueError with the file and line if it is invalid."""
+    """Load a recipe from a YAML file. Raise ValueError with the file and line if the YAML is invalid."""
     try:
         loaded = yaml.load(read_text(path), Loader=_Loader)
     except yaml.YAMLError as error:
@@ -128,10 +128,10 @@ def read_recipe(path: Path) -> dict[str, Any]:
 
 
 def read_extended(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """Read a recipe, merged into the recipe that it `extends`, if any; raise ValueError if recipes extend each other.
+    """Load a recipe, and merge it into the recipe that it `extends`, if any. Raise ValueError for circular references.
 
-    Sections are merged key by key, and other values are replaced. The extended recipe is named by its path next to this
-    one, or like a recipe on the command line. `above` holds the recipes that extend this one.
+    Sections are merged key by key, and other values are replaced. `extends` is a path relative to the recipe, or the
+    name of a shipped recipe. `above` contains the recipes that extend this one.
     """
     if path.resolve() in above:
         raise ValueError(f"{path} extends itself through {', '.join(map(str, above))}")
@@ -148,7 +148,7 @@ def _merge(base: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
     merged = dict(base)
     for key, value in values.items():
         under = merged.get(key)
-        # the weights of objectives are replaced together, not merged
+        # The weights of objectives are replaced as a whole, not merged.
         if isinstance(value, dict) and isinstance(under, dict) and key != "objective":
             value = _merge(under, value)
         merged[key] = value
@@ -156,7 +156,7 @@ def _merge(base: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _unshared(value: Any) -> Any:
-    """Return a copy without shared YAML aliases, so that an override changes one place only."""
+    """Copy values that YAML aliases share, so that an override changes only one of them."""
     if isinstance(value, dict):
         return {key: _unshared(item) for key, item in value.items()}
     return [_unshared(item) for item in value] if isinstance(value, list) else value
@@ -169,13 +169,13 @@ def load_recipe(
     options: Mapping[str, Any] | None = None,
     kinds: Sequence[str] = tuple(RECIPES),
 ) -> Recipe:
-    """Load and validate a recipe, given its file or the name of a shipped recipe; see `parse_recipe`."""
+    """Load and validate a recipe, given its file or shipped name. See `parse_recipe` for the arguments."""
     path = find_recipe(name)
     return parse_recipe(read_extended(path), str(path), overrides, options=options, kinds=kinds)
 
 
 def load_training(name: str, overrides: Sequence[str] = ()) -> TrainingRecipe:
-    """Return a checked recipe of `draftsmith train`; see `load_recipe`."""
+    """Load and validate a recipe of `draftsmith train`. See `load_recipe`."""
     recipe = load_recipe(name, overrides, kinds=("drafter", "heads", "table"))
     assert isinstance(recipe, TrainingRecipe)
     return recipe
@@ -189,14 +189,14 @@ def parse_recipe(
     options: Mapping[str, Any] | None = None,
     kinds: Sequence[str] = tuple(RECIPES),
 ) -> Recipe:
-    """Return a checked recipe from its mapping, which is changed in place.
+    """Validate a recipe. The mapping `values` is modified in place.
 
     Args:
         values: Mapping of the recipe.
         description: Name of the recipe in messages, such as its file.
-        overrides: Changes of the form `key.path=value` with values in YAML, applied last.
-        options: Changes by key path, applied first.
-        kinds: Kinds of recipes that the caller can run.
+        overrides: Overrides of the form `key.path=value` with YAML values, applied last.
+        options: Overrides as a mapping from key path to value, applied first.
+        kinds: Kinds of recipes that the caller supports.
 
     Raises ValueError: the recipe has mistakes. One message lists them with the paths of the keys and the closest names.
     """
@@ -219,7 +219,7 @@ def parse_recipe(
     try:
         return typing.cast(Recipe, RECIPES[kind].model_validate(values))
     except ValidationError as error:
-        # a wrong section that could be a name is also reported as a wrong name
+        # If a field may be a section or a name, pydantic reports an invalid section as an invalid name, too.
         faults = [fault for fault in error.errors() if fault["loc"][-1:] != ("str",)]
         messages = dict.fromkeys(describe(RECIPES[kind], fault) for fault in faults)
         changes = f" with {' '.join(redact_arguments(overrides))}" if overrides else ""
@@ -248,12 +248,12 @@ def _index(section: dict[str, Any] | list[Any], key: str) -> str | int:
 
 
 def dump_recipe(recipe: Recipe) -> str:
-    """Return the resolved recipe as YAML without secrets; running it repeats the run."""
+    """Return the resolved recipe as YAML, without secrets. The YAML can be used to repeat the run."""
     values = recipe.model_dump(mode="json")
     first = {key: values[key] for key in ("kind", "out") if key in values}
     return yaml.safe_dump(to_json_safe(first | values), sort_keys=False, allow_unicode=True)
 
 
 def write_recipe(recipe: Recipe, path: Path) -> None:
-    """Write the resolved recipe atomically."""
+    """Write the resolved recipe to a YAML file atomically."""
     atomic_text(path, dump_recipe(recipe))

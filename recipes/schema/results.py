@@ -1,6 +1,6 @@
 """Schema of `results.json` of `draftsmith evaluate` and `draftsmith bench`; `docs/reference/results.md` lists its keys.
 
-Other keys are kept unchanged.
+Additional keys are allowed.
 """
 
 import json
@@ -27,7 +27,7 @@ class _Checked(BaseModel):
 
 
 class Row(_Checked):
-    """Row of `methods` with the keys that both commands write."""
+    """Row of `methods`, with the keys that `evaluate` and `bench` have in common."""
 
     label: str
     method: str
@@ -47,7 +47,7 @@ class Row(_Checked):
 
 
 class MethodRow(Row):
-    """Row of `draftsmith evaluate`."""
+    """Row of `methods` in the results of `draftsmith evaluate`."""
 
     lossless: bool
     steady: bool | None
@@ -55,7 +55,7 @@ class MethodRow(Row):
 
 
 class LoadRow(Row):
-    """Row of `draftsmith bench`."""
+    """Row of `methods` in the results of `draftsmith bench`."""
 
     concurrency: Count
     requests: Count
@@ -107,19 +107,19 @@ _MODELS: dict[str, type[Results]] = {EVALUATION: EvaluationResults, BENCH: Bench
 
 
 def derive_path(results: Path, name: str) -> Path:
-    """Return the path of a file next to results: `name.json` for `results.json`, otherwise `STEM.name.json`."""
+    """Return the path of a file next to a results file: `name.json` for `results.json`, else `STEM.name.json`."""
     return results.with_name(f"{name}.json" if results.stem == "results" else f"{results.stem}.{name}.json")
 
 
 def write_results(path: Path, results: Mapping[str, Any]) -> None:
-    """Check results, and write them atomically; raise ValueError if the results do not fit the schema."""
+    """Validate results, and write them atomically. Raise ValueError if they do not match the schema."""
     text = json.dumps(results, indent=2, allow_nan=False) + "\n"
     checked(_MODELS[results["kind"]], json.loads(text))
     atomic_text(path, text)
 
 
 def load_results(path: str | os.PathLike[str], kind: str | None = None) -> dict[str, Any]:
-    """Read and check results, of `kind` if it is given; raise ValueError with the file and key if they are invalid."""
+    """Load and validate a results file. Raise ValueError if it is invalid or not of the given `kind`."""
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"results file {path} does not exist")

@@ -10,15 +10,15 @@ _URL = "^https?://"
 
 
 class BenchRecipe(Section):
-    """Measurement of an OpenAI-compatible server (vLLM, SGLang, llama.cpp, `transformers serve`) and a baseline."""
+    """Benchmark of an OpenAI-compatible server (vLLM, SGLang, llama.cpp, `transformers serve`) and a baseline."""
 
     kind: Literal["bench"]
     out: str = Field("bench.json", pattern=r"\.json$")
     """Results file."""
     server: str = Field(pattern=_URL)
-    """Base URL of its API, such as http://127.0.0.1:8000/v1."""
+    """Base URL of the server's API, such as http://127.0.0.1:8000/v1."""
     baseline: str | None = Field(None, pattern=_URL)
-    """Base URL of a server of the same model without drafts. The two take turns and are compared by prompt."""
+    """Base URL of a server of the same model without drafting. Both servers take turns and are compared by prompt."""
     model: str | None = None
     """Name of the model on the server (default: the first that the server lists)."""
     baseline_model: str | None = None
@@ -32,7 +32,7 @@ class BenchRecipe(Section):
     limit: int = Field(80, ge=1)
     """Maximum number of prompts."""
     concurrency: list[Annotated[int, Field(ge=1)]] = Field([1], min_length=1)
-    """Numbers of requests in flight, one measurement for each."""
+    """Numbers of concurrent requests; each is measured separately."""
     max_new_tokens: int = Field(128, ge=1)
     """Maximum number of tokens per answer."""
     temperature: float = Field(0.0, ge=0)
@@ -51,5 +51,5 @@ class BenchRecipe(Section):
         return self
 
     def sources(self) -> list[str]:
-        """Return all files, directories and hub ids that the recipe names."""
+        """Return the prompts of the recipe: a file, directory or hub id."""
         return [source for source in (self.prompts, self.prompts_path) if source is not None]

@@ -12,7 +12,7 @@ from .data import DataSection, Section
 
 
 def _section(settings: type, *excluded: str) -> Any:
-    """Return a section with the fields, defaults and limits of a dataclass of `train.config`."""
+    """Create a section class with the fields, defaults and limits of a dataclass in `train.config`."""
     hints = get_type_hints(settings)
     known: dict[str, Any] = {}
     for item in fields(settings):
@@ -60,8 +60,8 @@ class VocabularySection(Section):
     """
 
     tokens: int = Field(ge=1)
-    """Number of tokens that can be drafted: the most frequent supervised tokens of the data. Other tokens are read but
-    never drafted (FR-Spec: Zhao et al. 2025, arXiv 2502.14856)."""
+    """Number of tokens that can be drafted: the most frequent supervised tokens of the data. Other tokens are valid
+    inputs but are never drafted (FR-Spec: Zhao et al. 2025, arXiv 2502.14856)."""
 
 
 class ParallelSection(_Parallel):
@@ -147,7 +147,7 @@ class TrainSection(_Loop):
     """Additional experiment trackers, through accelerate."""
 
     def fit_config(self, steps: int, keep_best: str | None) -> FitConfig:
-        """Return the loop's settings for this number of steps."""
+        """Return the settings of the training loop for the given number of steps."""
         names = (item.name for item in fields(FitConfig) if item.name not in ("steps", "keep_best"))
         return FitConfig(steps=steps, keep_best=keep_best, **{name: getattr(self, name) for name in names})
 
@@ -160,14 +160,14 @@ class HeadsTrainSection(TrainSection):
 
 
 class MeasureSection(Section):
-    """Acceptance on a fixed held-out sample, measured during training."""
+    """Measurement of the acceptance on a fixed sample of held-out prompts during training."""
 
     prompts: int = Field(16, ge=0)
     """Number of held-out prompts to decode; 0 disables it. With fewer than 8, the last weights are kept."""
     new_tokens: int = Field(48, ge=1)
     """Number of new tokens per prompt."""
     temperature: float = Field(0.0, ge=0)
-    """0 decodes greedily."""
+    """Sampling temperature; 0 decodes greedily."""
     gamma: int = Field(4, ge=1)
     """Number of draft tokens per step (drafters)."""
     tree: str = "2x1"
@@ -361,7 +361,7 @@ class CountSection(Section):
 
 
 class TableRecipe(Section):
-    """Count the bigram correlation table of a corpus (SLiM, eq. 5).
+    """Recipe that counts the bigram correlation table of a corpus (SLiM, eq. 5).
 
     Whole conversations are counted, except those held out. The data options block_tokens and packing have no effect.
     """
@@ -386,5 +386,5 @@ TrainingRecipe = DrafterRecipe | HeadsRecipe | TableRecipe
 
 
 def role_of(recipe: TrainingRecipe) -> str:
-    """Return the kind of the trained model; a language model without a target is one itself."""
+    """Return the role of the trained model in messages. A language model without a target is itself a target."""
     return "target" if isinstance(recipe, DrafterRecipe) and recipe.target is None else recipe.kind

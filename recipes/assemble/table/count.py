@@ -1,6 +1,6 @@
-"""Counting of a bigram table: each process counts its share of the corpus, and the main process merges the counts.
+"""Counting of a bigram table. Each process counts a share of the corpus, and the main process merges the counts.
 
-The counts of an interrupted run stay in `<out>.state`, from which the same command resumes.
+The counts of an interrupted run are stored in `<out>.state`, and the same command resumes the run.
 """
 
 import json
@@ -43,11 +43,11 @@ from ..data import NOT_OF_CONVERSATIONS, all_reports, data_identity, refuse_none
 
 IDENTITY = "identity.json"
 _NOT_COUNTED = {"clean", "heldout_limit"}
-"""Data options left out of the identity: cleaning is recorded in full next to them, held-out data is not counted."""
+"""Data options excluded from the identity: `clean` is recorded separately, and held-out data is not counted."""
 
 
 def run_table(recipe: TableRecipe, accelerator: Any) -> None:
-    """Count the corpus of a recipe, resuming from earlier counts, and write the artifact."""
+    """Count the token pairs in the corpus of a recipe, resuming an interrupted run, and write the artifact."""
     tokenizer = load_tokenizer(recipe.tokenizer)
     vocab_size = table_vocabulary(recipe, tokenizer)
     rank, num_processes, is_main = accelerator.process_index, accelerator.num_processes, accelerator.is_main_process
@@ -76,7 +76,7 @@ def run_table(recipe: TableRecipe, accelerator: Any) -> None:
 
 
 def table_vocabulary(recipe: TableRecipe, tokenizer: Any) -> int:
-    """Return the vocabulary size of a recipe's table."""
+    """Return the vocabulary size of a table. Raise ValueError if the recipe sets it below the tokenizer's size."""
     needed = max(len(tokenizer), 1 + max(tokenizer.get_vocab().values()))
     vocab_size = recipe.vocab_size
     if vocab_size is None:  # a model's embeddings may have more rows than its tokenizer has tokens
@@ -89,14 +89,14 @@ def table_vocabulary(recipe: TableRecipe, tokenizer: Any) -> int:
 
 
 def _identity(recipe: TableRecipe, tokenizer: Any) -> dict[str, Any]:
-    """Return everything that determines the counts of a recipe."""
+    """Return all settings and hashes that determine the counts of a recipe."""
     identity = data_identity(recipe.data, tokenizer, NOT_OF_CONVERSATIONS)
     options = {key: value for key, value in identity["options"].items() if key not in _NOT_COUNTED}
     return identity | {"options": options, "pairs": recipe.count.pairs}
 
 
 def claim(folder: Path, identity: dict[str, Any], stack: ExitStack) -> None:
-    """Lock the directory of counts until the stack is closed; raise ValueError if other or damaged counts are in it."""
+    """Lock the counts directory until `stack` is closed. Raise ValueError if its counts do not match `identity`."""
     folder.mkdir(parents=True, exist_ok=True)
     stack.enter_context(sole_writer(folder.parent))
     for path in _rank_folders(folder):
@@ -121,7 +121,7 @@ def claim(folder: Path, identity: dict[str, Any], stack: ExitStack) -> None:
 
 
 def _check_shared(folder: Path) -> None:
-    """Raise ValueError in all processes if one of them does not see the folder of counts."""
+    """Raise ValueError in all processes if one of them cannot access the counts directory."""
     from accelerate.utils import gather_object
 
     if not all(gather_object([(folder / IDENTITY).is_file()])):
@@ -133,17 +133,17 @@ def _rank_folders(folder: Path) -> list[Path]:
 
 
 def count_tokens(folder: Path) -> int:
-    """Return the total number of counted tokens on disk."""
+    """Return the number of tokens counted so far, over all processes."""
     indices = [path / INDEX for path in _rank_folders(folder)]
     return sum(int(load_json(index, "tokens")["tokens"]) for index in indices if index.is_file())
 
 
 class Share:
-    """Conversations that one process counts.
+    """Iterable over the conversations that one process counts.
 
-    A process reads only its own rows, unless cleaning or a limit depends on other rows. Then every process reads the
-    whole corpus and counts each `num_processes`-th conversation. Iterating fills the report of each corpus and the
-    numbers of conversations that are counted and held out.
+    Each process loads only its shard of the rows. If deduplication or a limit requires all rows, every process loads
+    the whole corpus and counts every `num_processes`-th conversation. Iteration also updates the corpus reports and the
+    numbers of counted and held-out conversations.
     """
 
     def __init__(self, section: DataSection, rank: int, num_processes: int) -> None:
@@ -164,14 +164,14 @@ class Share:
         self.held_out += 1
 
     def add(self, other: "Share") -> None:
-        """Add the numbers and reports of another share."""
+        """Add the counts and reports of another share."""
         for report, more in zip(self.reports, other.reports, strict=True):
             report.merge(more)
         self.conversations += other.conversations
         self.held_out += other.held_out
 
     def gather(self) -> "Share":
-        """Return the sum of the shares of all processes."""
+        """Combine the counts and reports of all processes."""
         if not self._by_row or self._world == 1:
             return self
         from accelerate.utils import gather_object
@@ -198,7 +198,7 @@ def _count(recipe: TableRecipe, tokenizer: Any, pairs: PairCounter, share: Share
 def count_share(
     recipe: TableRecipe, tokenizer: Any, pairs: PairCounter, share: Share, advance: Callable[[int, int], None]
 ) -> Iterator[bool]:
-    """Count a share, starting at the position of the counter; yield True after each batch of tokens."""
+    """Count the token pairs of a share, starting at `pairs.position`. Yield True after each batch."""
     options, saved, first = recipe.count, time.monotonic(), pairs.position or 0
     documents = _documents(recipe, tokenizer, islice(share, first, None))
     for batch in pack_documents(documents, first, options.memory_mb):
@@ -223,7 +223,7 @@ def _documents(
 
 
 def read_texts(recipe: TableRecipe, tokenizer: Any) -> TextStore:
-    """Return the first `count.texts` tokens of the counted texts."""
+    """Return a store with the first `count.texts` tokens of the corpus, for suffix decoding."""
     documents_kept, remaining = [], recipe.count.texts
     for documents in _documents(recipe, tokenizer, Share(recipe.data, 0, 1)):
         documents_kept += [ids[:remaining] for ids in documents[:remaining]]
@@ -236,7 +236,7 @@ def read_texts(recipe: TableRecipe, tokenizer: Any) -> TextStore:
 def _finish(
     recipe: TableRecipe, tokenizer: Any, vocab_size: int, folder: Path, identity: dict[str, Any], share: Share
 ) -> None:
-    """Merge the counts of all processes, write the artifact, and delete the state."""
+    """Merge the counts of all processes, write the artifact, and delete the temporary counts."""
     parts, file = recipe.data.parts(), folder / TABLE_FILE
     refuse_none(recipe.data, share.reports)
     for part, report in zip(parts, share.reports, strict=True):
