@@ -1,4 +1,4 @@
-"""Python API: the functions that `import draftsmith` offers. They raise ValueError for mistakes of the caller."""
+"""Python API, importable from `draftsmith`. The functions raise ValueError for invalid arguments."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -21,7 +21,7 @@ from .evaluation.recipe import evaluate_recipe, template_of
 
 
 class Generation(NamedTuple):
-    """Text written by `generate`. The throughput includes the prefill."""
+    """Output of `generate`. `tokens_per_second` includes the prefill."""
 
     text: str
     token_ids: list[int]
@@ -57,10 +57,10 @@ def generate(
     seed: int = 0,
     **options: Any,
 ) -> Generation:
-    """Answer a question, or chat messages with `role` and `content`, by the tokenizer's chat template.
+    """Generate a response to `prompt`: a string, or chat messages with the keys `role` and `content`.
 
-    `temperature=0` decodes greedily, and `top_k=0` samples from all tokens. Options of the method, such as `gamma=4`,
-    are given by name; `methods` lists methods and options.
+    The prompt is formatted with the tokenizer's chat template, if there is one. `temperature=0` is greedy decoding, and
+    `top_k=0` disables top-k filtering. Pass options of the method, such as `gamma=4`, as keyword arguments.
     """
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     template = get_template(template_of(pair.refs["target"].source), pair.tokenizer)
@@ -75,7 +75,7 @@ def generate(
 
 
 def methods() -> dict[str, dict[str, Any]]:
-    """Return by method the artifacts that it needs, whether it is lossless, and its options with their defaults."""
+    """Return, for each method, the required artifacts, whether it is lossless, and its options with default values."""
     defaults = {name: config() for name, config in METHODS.items()}
     return {
         name: {"needs": each.needs, "lossless": each.is_lossless, "options": asdict(each)}
@@ -84,19 +84,19 @@ def methods() -> dict[str, dict[str, Any]]:
 
 
 def evaluate(target: str, prompts: str = "spec-bench", methods: Sequence[str] = (), **settings: Any) -> dict[str, Any]:
-    """Measure methods on held-out prompts, print the table and return what was written to `results.json`.
+    """Benchmark methods on held-out prompts, print a table, and return the content of `results.json`.
 
-    By default these are the baseline and one method for each artifact. `settings` are the artifacts (as for
-    `load_pair`) and other keys of the evaluation recipe, such as `limit=20` or `out="results.json"`.
+    The default methods are autoregressive decoding and one method for each artifact. `settings` contains the artifacts
+    (see `load_pair`) and other keys of the evaluation recipe, such as `limit=20` or `out="results.json"`.
     """
     return run_evaluate(evaluate_recipe(None, [], {"target": target, "prompts": prompts, **settings}, names=methods))
 
 
 def export(artifact: str | Path, to: str, out: str | Path | None = None, **options: Any) -> Path:
-    """Convert an artifact for a serving engine, compare both, and return the output directory.
+    """Export an artifact for a serving engine, verify the exported files, and return the output directory.
 
-    `to` is a format that `draftsmith export` lists, and `options` are those of the format, such as `target`. The
-    default of `out` is next to the artifact.
+    `to` is the name of an export format; `draftsmith export` lists all formats. `options` are fields of
+    `ExportOptions`, such as `target`. The default of `out` is a directory next to the artifact.
     """
     source = Path(artifact).resolve()
     folder = Path(out) if out else source.with_name(f"{source.name}-{to}")

@@ -1,4 +1,4 @@
-"""Command line of `draftsmith`, `python -m draftsmith` and `accelerate launch -m draftsmith`."""
+"""Command-line interface: `draftsmith`, `python -m draftsmith` and `accelerate launch -m draftsmith`."""
 
 import errno
 import os
@@ -153,7 +153,7 @@ def prepare(
 
 
 def _list_corpora() -> None:
-    """Print the registered corpora with hub id, use and licence."""
+    """Print a table of the registered corpora with hub id, use and licence."""
     from ...data.sources.registry import CORPORA
 
     table = Table(Column("name", no_wrap=True), "hub id", "for", "licence", "note", box=None)

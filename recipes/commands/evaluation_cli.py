@@ -45,7 +45,7 @@ ENERGY_BATCHES = [1, 2, 4, 8, 16]
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Arguments that evaluate, certify and tune share."""
+    """Command-line arguments that `evaluate`, `certify` and `tune` have in common."""
 
     recipe: RecipeOrTarget = None
     overrides: Overrides = None
@@ -56,7 +56,7 @@ class Evaluation:
     prompts: Annotated[str | None, typer.Option(help="Prompt set such as spec-bench, or a file or hub id.")] = None
 
     def load(self, command: str, method: list[str] | None = None, out: str | None = None) -> EvaluateRecipe:
-        """Return the recipe after the changes of these arguments."""
+        """Load the evaluation recipe, and apply the command-line arguments."""
         from .evaluation.recipe import evaluate_recipe
 
         options = {name: getattr(self, name) for name in ("target", "drafter", "heads", "table", "prompts")}
@@ -64,7 +64,7 @@ class Evaluation:
 
 
 def _takes_evaluation(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command the fields of `Evaluation` as parameters in place of its first one."""
+    """Replace the first parameter of a command, an `Evaluation`, by one parameter for each field of `Evaluation`."""
     common = inspect.signature(Evaluation, eval_str=True).parameters
     own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
 

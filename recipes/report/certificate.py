@@ -1,4 +1,4 @@
-"""Certificates of losslessness (`draftsmith certify`) as files and as a section of the report."""
+"""Loading and rendering of losslessness certificates (see `draftsmith certify`)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _COLUMNS = [
 
 
 def load_certificate(path: Path) -> dict[str, Any]:
-    """Load a file of `draftsmith certify`; raise ValueError if it is of another kind or a newer version."""
+    """Load a certificate; raise ValueError if the file has another kind or a newer schema version."""
     certificate = read_document(path, SCHEMA, "draftsmith certify")
     if certificate.get("kind") != KIND:
         raise ValueError(f"{path} is not a certificate: its kind is {certificate.get('kind')!r}, expected {KIND!r}")
@@ -32,7 +32,7 @@ def load_certificate(path: Path) -> dict[str, Any]:
 
 
 def certificate_section(certificate: Mapping[str, Any], recipe: Mapping[str, Any]) -> str:
-    """Render the certificate as HTML, with notes if it belongs to other or changed artifacts or another dtype."""
+    """Render a certificate as HTML. Warnings are added if it is incomplete or does not match the evaluation."""
     notes = []
     for name in ("target", "drafter", "heads", "table", "dtype"):
         certified, evaluated = ((each or {}).get(name) for each in (certificate.get("recipe"), recipe))
@@ -50,7 +50,7 @@ def certificate_section(certificate: Mapping[str, Any], recipe: Mapping[str, Any
 def certificates_table(
     title: str, certificates: Sequence[Mapping[str, Any]], stress: Sequence[Mapping[str, Any]]
 ) -> Table:
-    """Return a table with a row per method, and a row for all checks of a method on the small pair."""
+    """Return a table with one row for each method, and one row for all tests of a method on the small pair."""
     rows = []
     groups = {one["label"]: [other for other in stress if other["label"] == one["label"]] for one in stress}
     for one in [*map(_merge, groups.values()), *certificates]:
@@ -71,7 +71,7 @@ def certificates_table(
 
 
 def _merge(group: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merge the checks of one method on the small pair, keeping the worst verdict and the lowest power."""
+    """Merge the certificates of one method on the small pair: worst verdict, all tests, lowest statistical power."""
     worst = max(group, key=lambda one: VERDICTS.index(one["verdict"]))
     sums = {key: sum(one[key] for one in group) for key in ("tokens", "faults", "near_ties")}
     merged = {"label": worst["label"], "verdict": worst["verdict"], "sampling": {"temperature": None}, "bias": {}}
@@ -80,7 +80,7 @@ def _merge(group: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def explanations(certificates: Sequence[Certificate], stress: Sequence[Certificate] = ()) -> list[str]:
-    """Return lines about failures, missing text, and the rounding at each temperature."""
+    """Explain failed tests, tests with too few tokens, and the rounding error at each temperature, in lines of text."""
     lines = []
     for certificate in [*stress, *certificates]:
         bias, undecided = certificate.power["detectable_bias_99"], certificate.verdict == "undecided"

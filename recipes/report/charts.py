@@ -1,4 +1,4 @@
-"""Scatter charts for the page as inline SVG, readable in black and white."""
+"""Scatter plots for HTML reports as inline SVG, which are readable in black and white."""
 
 from collections.abc import Mapping, Sequence
 
@@ -16,7 +16,7 @@ _PERPLEXITY = (
 
 
 def method_charts(groups: Mapping[float, Sequence[Numbered]]) -> list[str]:
-    """Draw the speedup of methods by temperature: against tokens per step and, with lossy methods, perplexity."""
+    """Plot the speedup at each temperature against tokens per step and, for lossy methods, against perplexity."""
     charts = []
     for temperature, rows in groups.items():
         at = f", temperature {temperature:g}" if len(groups) > 1 else ""
@@ -29,7 +29,7 @@ def method_charts(groups: Mapping[float, Sequence[Numbered]]) -> list[str]:
 
 
 def _scatter(rows: Sequence[Numbered], metric: str, title: str, x_title: str, caption: str) -> str:
-    """Draw the speedup of numbered rows against a metric; return an empty string if no row has both."""
+    """Plot the speedup of rows against a metric; return an empty string if no row has both values."""
     known = [(n, row) for n, row in rows if row.get(metric) is not None and row.get("speedup") is not None]
     if not known:
         return ""

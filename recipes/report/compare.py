@@ -1,4 +1,4 @@
-"""Comparison of two or more results with the first."""
+"""Comparison of several evaluation results with the first one."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -11,23 +11,23 @@ METRICS = {
     "tokens_per_second": "Tokens/s",
     "speedup": "Speedup",
 }
-"""Compared metrics, with table captions."""
+"""Mapping from compared metrics to captions of tables."""
 _SETTINGS = ("target", "prompts", "max_new_tokens", "top_k", "top_p", "dtype")
 Results = Mapping[str, Any]
 Row = Mapping[str, Any]
 
 
 class Comparison(NamedTuple):
-    """Tables and notes of a comparison of results."""
+    """Tables and notes from a comparison of evaluation results."""
 
     names: list[str]
     tables: list[Table]
     notes: list[str]
-    """Differences between the results, and their consequences for the numbers."""
+    """Notes on different settings, skipped methods and unreliable measurements."""
 
 
 def compare(names: Sequence[str], results: Sequence[Results]) -> Comparison:
-    """Compare the methods that all results contain, by label and temperature; raise ValueError if there are none.
+    """Compare methods that all results have in common, by label and temperature; raise ValueError if there are none.
 
     A change is bold if the 95 % intervals of the two values do not overlap.
     """
@@ -58,7 +58,7 @@ def compare(names: Sequence[str], results: Sequence[Results]) -> Comparison:
 
 
 def _differences(first: str, name: str, one: Results, other: Results) -> list[str]:
-    """Return notes on the machine, settings, prompts and versions in which two results differ."""
+    """Return notes on differences in machine, settings, prompts and package versions between two results."""
     sides = (one, other)
     about = ("device", "name", "cores", "threads")
     facts: dict[str, list[Any]] = {

@@ -1,4 +1,4 @@
-"""Report of a forge: the winners, the decision log and the measurements."""
+"""HTML report of `draftsmith forge`: the fastest settings, the decision log and the measurements."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,7 +20,7 @@ _COLUMNS = (
 
 
 def write_forge_page(results: Mapping[str, Any], out: Path) -> Path:
-    """Write the page of a forge's results."""
+    """Write the results of `draftsmith forge` to an HTML file."""
     tables, winners = [], []
     for each in results["workloads"]:
         workload = Workload(each["batch"], each["temperature"])
@@ -35,7 +35,7 @@ def write_forge_page(results: Mapping[str, Any], out: Path) -> Path:
 
 
 def _verdict(certificate: Mapping[str, str]) -> str | None:
-    """Return the worst verdict of a certificate, without the baseline's."""
+    """Return the worst verdict of a certificate, excluding the baseline, or None if there are no verdicts."""
     verdicts = [verdict for label, verdict in certificate.items() if not label.startswith("autoregressive")]
     return max(verdicts, key=VERDICTS.index, default=None)
 

@@ -1,4 +1,4 @@
-"""`report.html`: results of evaluations and benchmarks as one self-contained page."""
+"""`report.html`: results of evaluations and benchmarks in one self-contained HTML file."""
 
 import math
 import re
@@ -42,7 +42,7 @@ def report_path(results: Path) -> Path:
 
 
 def run_report(paths: Sequence[Path], out: Path | None = None) -> Path:
-    """Write the report of results files, and print how the others differ from the first."""
+    """Write an HTML report of results files, and print a comparison of the files with the first one."""
     names, loaded = short_names(paths), [load_results(path) for path in paths]
     comparison = compare(names, loaded) if len(loaded) > 1 else None
     written = write_report(out or report_path(paths[0]), paths, loaded, comparison)
@@ -58,7 +58,7 @@ def run_report(paths: Sequence[Path], out: Path | None = None) -> Path:
 def write_report(
     out: Path, paths: Sequence[Path], results: Sequence[Results], comparison: Comparison | None = None
 ) -> Path:
-    """Write the page atomically; a certificate next to the results that cannot be read becomes an alert."""
+    """Write an HTML report of results and of the certificates in the same directories, and return its path."""
     names = short_names(paths)
     parts = ["<h1>Speculative decoding benchmark</h1>"]
     if comparison is not None:
@@ -70,7 +70,7 @@ def write_report(
 
 
 def _certificate(results: Path, recipe: Mapping[str, Any]) -> str:
-    """Return the section of the certificate next to the results, or an alert if it cannot be read."""
+    """Render the certificate in the directory of the results, or an error message if it cannot be loaded."""
     path = derive_path(results, KIND)
     if not path.is_file():
         return ""
@@ -83,7 +83,7 @@ def _certificate(results: Path, recipe: Mapping[str, Any]) -> str:
 
 
 def write_page(out: Path, title: str, body: str) -> Path:
-    """Write a page atomically, with a table of contents from the headings and captions of `body` (HTML)."""
+    """Write an HTML file atomically, with a table of contents of the headings and captions in `body`."""
     links: list[tuple[str, str]] = []
 
     def add_anchor(match: re.Match[str]) -> str:
@@ -98,7 +98,7 @@ def write_page(out: Path, title: str, body: str) -> Path:
 
 
 def short_names(paths: Sequence[Path]) -> list[str]:
-    """Return short names that distinguish the files; raise ValueError if a file is given twice."""
+    """Return short, distinct names of files; raise ValueError if a file is given twice."""
     if len({path.resolve() for path in paths}) < len(paths):
         raise ValueError(f"results files must be distinct, got {', '.join(map(str, paths))}")
     names = ["/".join(path.parts[-2:]) for path in paths]
@@ -106,7 +106,7 @@ def short_names(paths: Sequence[Path]) -> list[str]:
 
 
 def _context(results: Results) -> dict[str, Any]:
-    """Return the values for the template of an evaluation."""
+    """Return the variables of the template `evaluation.html`."""
     rows, machine, is_bench = results["methods"], results["machine"], results["kind"] == BENCH
     temperatures = dict.fromkeys(float(row["temperature"]) for row in rows)
     groups = {each: [(n, row) for n, row in enumerate(rows, 1) if row["temperature"] == each] for each in temperatures}
@@ -130,7 +130,7 @@ def _context(results: Results) -> dict[str, Any]:
 
 
 def _card(temperature: float, rows: Sequence[Row]) -> dict[str, Any]:
-    """Return the fastest lossless method at a temperature, and the methods that are not clearly slower."""
+    """Return the fastest lossless method at a temperature, and the methods that are not significantly slower."""
     best = best_lossless(rows)
     if best is None:
         return {"temperature": f"{temperature:g}", "best": None}
@@ -148,7 +148,7 @@ def _card(temperature: float, rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def verdict(rows: Sequence[Row]) -> str:
-    """Return a sentence about the best speedup of a server, and the loads at which it is not faster."""
+    """Describe the best speedup of a server, and the loads without a speedup, in one sentence."""
     known = [row for row in rows if row["method"] != BASELINE and row["speedup"] is not None]
     if not known:
         return "There is no speedup without a baseline: pass --baseline."

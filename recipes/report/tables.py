@@ -1,4 +1,4 @@
-"""Tables for HTML and the terminal. Missing values are dashes, and cells carry sort keys."""
+"""Tables for HTML reports and the terminal. Missing values are shown as dashes, and cells have sort keys."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 Row = Mapping[str, Any]
 Numbered = tuple[int, Row]
-"""Row and its number on the page."""
+"""Number of a row in the report, and the row."""
 DASH = "–"
 _DEPTHS = 12  # maximum number of columns of the table by depth
 
@@ -32,14 +32,14 @@ def _environment() -> Environment:
 
 
 def render(template: str, **values: Any) -> str:
-    """Render a template; strings are escaped, but not objects with `__html__` such as `Table`."""
+    """Render a Jinja template. Strings are escaped; objects with an `__html__` method, such as `Table`, are not."""
     from markupsafe import Markup
 
     return Markup(_environment().get_template(template).render(**values))
 
 
 class Column(NamedTuple):
-    """Heading of a column."""
+    """Column heading of a table."""
 
     heading: str
     unit: str = ""
@@ -51,30 +51,30 @@ class Cell(NamedTuple):
 
     text: str
     value: float | str | None = None
-    """Sort key; by default the text."""
+    """Sort key (default: `text`)."""
     note: str = ""
-    """Small print below the text, on the page only."""
+    """Note in small print below the text; only shown in HTML."""
     style: str = ""
-    """Style on the terminal; `bold` is also bold on the page."""
+    """Style of the text in the terminal; `bold` also applies to HTML."""
     mark: str = ""
-    """Text before the cell, on the page only."""
+    """Prefix of the text; only shown in HTML."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """Table with a caption; the first column names the rows."""
+    """Table with a caption. The first column contains the row headings."""
 
     caption: str
     columns: Sequence[Column]
     rows: Sequence[Sequence[Cell]]
     kinds: Sequence[str] = ()
-    """`best`, `slower` or an empty string for each row; empty if rows are not distinguished."""
+    """Kind of each row: `best`, `slower` or an empty string. Without kinds, all rows have the same style."""
 
     def __html__(self) -> str:
         return render("table.html", table=self)
 
     def rich(self) -> RichTable:
-        """Return the table for a terminal."""
+        """Convert the table to a `rich` table for the terminal."""
         look: dict[str, Any] = {"title_justify": "left", "box": box.SIMPLE_HEAD, "show_edge": False, "pad_edge": False}
         look |= {"padding": (0, 0 if len(self.columns) > 7 else 1), "show_header": any(c.heading for c in self.columns)}
         table = RichTable(title=self.caption, **look)
@@ -91,26 +91,26 @@ class Table:
 
 
 def number(value: Any, digits: int = 2) -> str:
-    """Format a number; other values, including NaN, become a dash."""
+    """Format a finite number. All other values, including NaN, are formatted as a dash."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         return DASH
     return f"{value:,.{digits}f}"
 
 
 def number_cell(value: Any, digits: int = 2) -> Cell:
-    """Return a cell with a number."""
+    """Return a cell with a formatted number."""
     return Cell(number(value, digits), value)
 
 
 def interval_cell(pair: Any, digits: int = 2) -> Cell:
-    """Return a cell such as `1.80–2.10` or a dash, sorted by its lower end."""
+    """Return a cell with an interval such as `1.80–2.10`, or a dash. The sort key is the lower bound."""
     if not pair:
         return Cell(DASH)
     return Cell(f"{number(pair[0], digits)}–{number(pair[1], digits)}", pair[0])
 
 
 def metric_of(row: Row, metric: str) -> float | None:
-    """Return a number of a row by its path, such as `flops_per_token.total`, or None if there is none."""
+    """Return the number at a dotted path in a row, such as `flops_per_token.total`, or None if it is missing."""
     value: Any = row
     for part in metric.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None
@@ -119,7 +119,7 @@ def metric_of(row: Row, metric: str) -> float | None:
 
 
 class Metric(NamedTuple):
-    """Column of the tables of methods."""
+    """Column of a table of methods, with a function that returns the cell for a row."""
 
     column: Column
     cell: Callable[[Row], Cell]
@@ -134,7 +134,7 @@ def _metric(heading: str, key: str, digits: int = 2, unit: str = "", scale: floa
 
 
 def _lossless(row: Row) -> Cell:
-    """Return whether a method is lossless, and on how many prompts it wrote the greedy text."""
+    """Return a cell that shows whether a method is lossless, and how many outputs equal greedy decoding."""
     same, ties = row.get("identical_to_greedy"), row.get("near_ties")
     identical = f" {same[0]}/{same[1]}" if same and row.get("lossless") else ""
     note = f"{ties} near-tie{'s' * (ties > 1)}" if ties else ""
@@ -142,12 +142,12 @@ def _lossless(row: Row) -> Cell:
 
 
 def _share_cell(pair: Any) -> Cell:
-    """Return a cell such as `3/4`, or a dash."""
+    """Return a cell with a fraction such as `3/4`, or a dash."""
     return Cell(f"{pair[0]}/{pair[1]}" if pair else DASH)
 
 
 def speedup_cell(row: Row) -> Cell:
-    """Return the speedup, marked if the times of the row are unsteady."""
+    """Return a cell with the speedup, which is marked if the time measurements are unsteady."""
     cell = number_cell(row.get("speedup"))
     if row.get("steady") is not False:
         return cell
@@ -155,7 +155,7 @@ def speedup_cell(row: Row) -> Cell:
 
 
 UNSTEADY = "?"
-"""Mark of a speedup with unsteady times."""
+"""Mark after a speedup whose time measurements are unsteady."""
 _LOSSLESS = Metric(Column("lossless", "greedy text"), _lossless)
 _STEP = (
     _metric("tokens per step", "tokens_per_step", unit="τ"),
@@ -176,7 +176,7 @@ SPEED = (
 )
 QUALITY = (_LOSSLESS, _PERPLEXITY, _ROUGE, _metric("output", "tokens", 0, "tokens"))
 TERMINAL = (*_STEP, *_BOUND, _LOSSLESS)
-"""Columns that fit into a terminal of 80 columns."""
+"""Table columns that fit into a terminal with a width of 80 characters."""
 _PER_TOKEN = _metric("per token", "ms_per_token", 1, "ms")
 _SAME = Metric(Column("same", "greedy text"), lambda row: _share_cell(row.get("identical_to_greedy")))
 BENCH_TERMINAL = (*_STEP, _PER_TOKEN, _SAME)
@@ -192,7 +192,7 @@ _BY_CATEGORY = (_metric("prompts", "prompts", 0), *_STEP, _PERPLEXITY, _ROUGE)
 
 
 def cost_metrics(rows: Sequence[Row]) -> tuple[Metric, ...]:
-    """Return the columns of costs, with FLOPs in a unit that suits the largest value."""
+    """Return the columns of the cost table. The unit of FLOPs depends on the largest value."""
     most = max((metric_of(row, "flops_per_token.total") or 0 for row in rows), default=0)
     units = (("TFLOP", 1e12), ("GFLOP", 1e9), ("MFLOP", 1e6))
     name, size = next(((name, size) for name, size in units if most >= size), ("kFLOP", 1e3))
@@ -217,13 +217,13 @@ _KINDS = {"best": "fastest lossless method", "slower": "slower than the baseline
 
 
 def best_lossless(rows: Iterable[Row]) -> Row | None:
-    """Return the fastest lossless method except the baseline, if possible among rows with steady times."""
+    """Return the fastest lossless method except the baseline. Rows with steady time measurements are preferred."""
     fit = [row for row in rows if row.get("lossless") and row["method"] != BASELINE and row.get("speedup") is not None]
     return max(fit, key=lambda row: (row.get("steady") is not False, float(row["speedup"])), default=None)
 
 
 def conclusions(rows: Sequence[Row]) -> list[str]:
-    """Return a line per temperature with the fastest lossless method, its speedup and the number of identical texts."""
+    """Return a line for each temperature with the fastest lossless method, its speedup and its identical outputs."""
     lines = []
     for temperature in dict.fromkeys(row["temperature"] for row in rows):
         best = best_lossless(row for row in rows if row["temperature"] == temperature)
@@ -249,7 +249,7 @@ def kinds_of(rows: Sequence[Row]) -> list[str]:
 
 
 def method_cell(index: int, row: Row, kind: str = "") -> Cell:
-    """Return the cell of a method: its number in the charts, name, settings and kind of row."""
+    """Return the first cell of a row, with the number of the method in the charts, its label and its options."""
     options = options_text(row)
     named = "" if row["label"].startswith(row["method"]) else f"{row['method']}, " if options else row["method"]
     notes = [named + options, _KINDS.get(kind, "")]
@@ -257,7 +257,7 @@ def method_cell(index: int, row: Row, kind: str = "") -> Cell:
 
 
 def options_text(row: Row) -> str:
-    """Return the options of a row, such as `gamma 4, beams 8`."""
+    """Format the options of a row, for example `gamma 4, beams 8`."""
     return ", ".join(f"{name} {value}" for name, value in (row.get("options") or {}).items())
 
 
@@ -283,14 +283,14 @@ def category_table(rows: Sequence[Row]) -> Table:
 
 
 def depth_table(rows: Sequence[Row]) -> Table:
-    """Return the table of acceptance by depth."""
+    """Return a table of the acceptance rate at each draft depth."""
     deepest = max((len(row.get("acceptance_by_depth") or ()) for row in rows), default=0)
     metrics = [_metric(str(n + 1), f"acceptance_by_depth.{n}") for n in range(min(deepest, _DEPTHS))]
     return method_table("Acceptance by depth", rows, metrics)
 
 
 def energy_table(section: Mapping[str, Any]) -> Table:
-    """Return the table of `evaluate --energy`: joules and time of the target's forwards by batch size."""
+    """Return the table of `evaluate --energy`: energy and time of the target's forward passes for each batch size."""
     metrics = [_metric("energy", f"joules_per_{part}", 3, f"J/{part}") for part in ("run", "input")]
     metrics.append(_metric("above idle", "joules_per_run_above_idle", 3, "J/run"))
     metrics += [_metric("time", f"seconds_per_{part}", 2, f"ms/{part}", 1e3) for part in ("run", "input")]

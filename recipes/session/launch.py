@@ -1,4 +1,4 @@
-"""Support for commands in several launched processes: who may run, who reports, and how processes end."""
+"""Support for commands that torchrun or `accelerate launch` starts in several processes."""
 
 import ctypes
 import os
@@ -24,7 +24,7 @@ def launched() -> int:
 
 
 def end_with_launcher() -> None:
-    """Send this process SIGTERM when its launcher has ended, since it would otherwise continue to run."""
+    """Start a thread that sends SIGTERM to this process when its launcher has ended."""
     launcher = os.getppid()
 
     def watch() -> None:
@@ -37,7 +37,7 @@ def end_with_launcher() -> None:
 
 
 def run_launched(options: str, *arguments: str) -> None:
-    """Run `draftsmith WORDS` in processes of `accelerate launch`; raise ValueError if the command fails."""
+    """Run `accelerate launch OPTIONS -m draftsmith ARGUMENTS`; raise ValueError if the command fails."""
     command = [
         sys.executable,
         "-m",
@@ -54,18 +54,18 @@ def run_launched(options: str, *arguments: str) -> None:
 
 
 def end_with_parent() -> None:
-    """Make Linux send this process SIGTERM when its parent ends."""
+    """Request that Linux sends SIGTERM to this process when its parent process ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)
 
 
 def is_first() -> bool:
-    """Return whether this process reports: the only one, or the first of those launched."""
+    """Return whether this is the only or the first launched process, which prints the output."""
     return launched() == 1 or os.environ["RANK"] == "0"
 
 
 def refuse_several(command: str) -> None:
-    """Raise ValueError, in every process, if several were launched for a command that runs in one."""
+    """Raise ValueError in every process if several processes were launched for a single-process command."""
     if launched() > 1:
         raise ValueError(
             f"`draftsmith {command}` runs in one process, but {launched()} were launched: start it without a launcher "
@@ -75,11 +75,11 @@ def refuse_several(command: str) -> None:
 
 
 def destroy_process_group() -> None:
-    """Leave the process group, if there is one, at the end of a launched process.
+    """Destroy the distributed process group, if there is one, before the process exits.
 
-    Otherwise, threads of gloo may free tensors while Python exits, which aborts the process. Processes with gloo wait
-    for each other first, so that none closes a connection in use. With NCCL, a failed process keeps its group, since
-    leaving it would wait for the other processes.
+    Otherwise, gloo threads may free tensors while Python exits, which aborts the process. With gloo, the processes wait
+    for each other first, because other processes may still use their connections. With NCCL, a failed process does not
+    destroy the group, because this would wait for the other processes.
     """
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not (distributed.is_available() and distributed.is_initialized()):

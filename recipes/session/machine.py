@@ -1,4 +1,4 @@
-"""`draftsmith doctor`: properties of this machine, missing parts, and how to install them."""
+"""`draftsmith doctor` without arguments: report on the hardware and the installed packages of this machine."""
 
 import os
 import platform
@@ -15,7 +15,7 @@ from ...checkpoints.storage.messages import install_hint
 
 
 class Finding(NamedTuple):
-    """Line of the report."""
+    """Line of the report on this machine."""
 
     name: str
     state: str
@@ -23,7 +23,7 @@ class Finding(NamedTuple):
 
 
 def findings() -> list[Finding]:
-    """Return the versions, devices, number formats and missing parts of this machine."""
+    """Return package versions, missing packages, devices and supported data types of this machine."""
     from ...decode.evaluation.energy import open_meter
 
     rows = [Finding("draftsmith", __version__), Finding("python", platform.python_version())]
@@ -48,14 +48,14 @@ def findings() -> list[Finding]:
 
 
 def _load() -> Finding:
-    """Return how busy the processor was in the last minute, which slows threads that wait for each other."""
+    """Return the CPU load of the last minute, with advice if other processes slow down measurements."""
     load, cores = os.getloadavg()[0], os.cpu_count() or 1
     advice = "other processes slow down every step: wait for them, or set OMP_NUM_THREADS=1" if load > cores / 2 else ""
     return Finding("load (last minute)", f"{load:.1f} of {cores} cores", advice)
 
 
 def has_bfloat16(on_cpu: bool = False) -> bool:
-    """Return whether the GPU of this machine, or its processor without one, multiplies in bfloat16."""
+    """Return whether the GPU (or the CPU, if there is no GPU or `on_cpu` is set) supports bfloat16 natively."""
     if torch.cuda.is_available() and not on_cpu:
         return torch.cuda.is_bf16_supported(including_emulation=False)
     known: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # since torch 2.12
@@ -63,7 +63,7 @@ def has_bfloat16(on_cpu: bool = False) -> bool:
 
 
 def _packages() -> dict[str, str]:
-    """Return required and optional packages with their extras; empty if draftsmith is not installed."""
+    """Return a mapping from dependencies to the extras that install them; empty if draftsmith is not installed."""
     versions: dict[str, str] = {}
     with suppress(PackageNotFoundError):
         extras = [extra for extra in metadata("draftsmith").get_all("Provides-Extra") or () if extra != "test"]
@@ -83,7 +83,7 @@ def version_of(name: str) -> str | None:
 
 
 def _formats(device: str) -> str:
-    """Return the floating-point types in which a small product works on a device."""
+    """Return the floating-point data types in which a device can multiply matrices, as text."""
     works = []
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         with suppress(RuntimeError):
@@ -94,7 +94,7 @@ def _formats(device: str) -> str:
 
 
 def machine(device: str) -> dict[str, Any]:
-    """Return the hardware and library versions with which numbers were measured."""
+    """Return the hardware and the library versions, which are stored with all measurements."""
     name = torch.cuda.get_device_name() if device.startswith("cuda") else _cpu_name()
     packages = ("draftsmith", "torch", "transformers", "accelerate", "deepspeed")
     versions = {package: version for package in packages if (version := version_of(package)) is not None}

@@ -1,4 +1,4 @@
-"""Choice of the data type for training on this machine."""
+"""Selection of the data type for training on this machine."""
 
 import time
 from functools import cache
@@ -16,7 +16,7 @@ _Recipe = TypeVar("_Recipe", DrafterRecipe | HeadsRecipe, DrafterRecipe | HeadsR
 
 @cache
 def bfloat16_slowdown() -> float:
-    """Return the ratio of the times of a matrix product in bfloat16 and float32 on this processor."""
+    """Measure how many times slower a matrix product is in bfloat16 than in float32 on this CPU."""
     seconds = []
     for dtype in (torch.bfloat16, torch.float32):
         tokens, weight = torch.ones(64, 1024, dtype=dtype), torch.ones(1024, 1024, dtype=dtype)
@@ -32,8 +32,8 @@ def bfloat16_slowdown() -> float:
 def settle_precision(recipe: _Recipe) -> _Recipe:
     """Return the recipe with `train.precision: auto` resolved for this machine.
 
-    If bfloat16 is only emulated, `auto` becomes float32, for the target too. A recipe with explicit bfloat16 is not
-    changed, but a warning is logged.
+    If bfloat16 is only emulated, `auto` selects float32, also for the target. A recipe that explicitly sets bfloat16 is
+    not changed, but a warning is logged.
     """
     if isinstance(recipe, TableRecipe):
         return recipe
@@ -54,7 +54,7 @@ def settle_precision(recipe: _Recipe) -> _Recipe:
 
 
 def _report_emulation(recipe: DrafterRecipe | HeadsRecipe, dtype: str) -> None:
-    """Log the slowdown of a recipe's data type on a machine that only emulates bfloat16."""
+    """Log the slowdown if a recipe uses bfloat16 on a machine that only emulates bfloat16."""
     precision = recipe.train.precision
     if not is_first() or (precision in ("no", "fp16") and dtype != "bfloat16"):
         return

@@ -1,4 +1,4 @@
-"""Interruption of commands by signals between two steps of their work."""
+"""Graceful interruption of commands by signals."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,7 +9,7 @@ from .terminal import Advance, bar, log
 
 
 class Stoppable(StopSignals):
-    """Handler of signals that stop the command `title` after the current step; `further` is appended to the message."""
+    """Signal handler that stops the command `title` after the current step. `further` is appended to log messages."""
 
     def __init__(self, title: str, further: str = "; the same command resumes from here") -> None:
         super().__init__()
@@ -24,7 +24,7 @@ class Stoppable(StopSignals):
         return self.received is not None
 
     def check(self, report: bool = True) -> None:
-        """Log and raise Interrupted if a signal has arrived."""
+        """Raise Interrupted if a signal has arrived. With `report`, also log a message."""
         if self.received is not None:
             stopped = f"{self._what}: stopped by signal {self.received}{self._further}"
             if report:
@@ -33,7 +33,7 @@ class Stoppable(StopSignals):
 
     @contextmanager
     def bar(self, title: str, unit: str) -> Iterator[Advance]:
-        """Show a progress bar that checks for signals at each step."""
+        """Show a progress bar that raises Interrupted at the next update after a signal."""
         with bar(title, unit) as advance:
 
             def watched(done: int, total: int, note: str = "") -> None:

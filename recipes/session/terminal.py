@@ -20,7 +20,7 @@ _SECONDS_TO_FIRST_LINE = 5.0
 
 
 class Terminal(Console):
-    """Console that prints strings literally: no markup, control codes or secrets. Styled text is passed as `Text`."""
+    """Console without markup that escapes control codes and redacts secrets. Pass styled text as `Text`."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(markup=False, emoji=False, highlight=False, **settings)
@@ -36,7 +36,7 @@ class Terminal(Console):
 
 
 def console() -> Terminal:
-    """Return a console for the current standard output; a file is 120 columns wide."""
+    """Return a console for standard output. Its width is 120 columns if the output is not a terminal."""
     return Terminal(width=None if sys.stdout.isatty() else 120)
 
 
@@ -52,23 +52,22 @@ def log(text: str) -> None:
 
 @contextmanager
 def counter(title: str, unit: str) -> Iterator[Callable[[int, int], None]]:
-    """Show the progress of work of unknown amount in occasional lines; yield `advance(done, unused)`."""
+    """Log progress at intervals if the total is unknown. Yield a function `advance(done, unused)`."""
     advance = _lines(title, unit)
     yield lambda done, _: advance(done, 0)
 
 
 class Advance(Protocol):
-    """Function that reports the finished and the total amount of work, and a note on the next step."""
+    """Progress callback with the number of finished units, the total, and a note on the next unit."""
 
     def __call__(self, done: int, total: int, note: str = "") -> None: ...
 
 
 @contextmanager
 def bar(title: str, unit: str) -> Iterator[Advance]:
-    """Show the progress of work of known amount, as a bar on a terminal and in occasional lines elsewhere.
+    """Show a progress bar on a terminal, or log progress at intervals otherwise. Yield a callback for updates.
 
-    The remaining time is estimated from the work since the first call, so that the work of an earlier process is
-    excluded.
+    The remaining time is estimated from the progress since the first update, so that resumed work does not count.
     """
     if not sys.stderr.isatty():
         yield _lines(title, unit)
@@ -108,7 +107,7 @@ def _lines(title: str, unit: str) -> Advance:
 
 
 def duration(seconds: float) -> str:
-    """Return a duration in words."""
+    """Format a duration in seconds, minutes or hours."""
     if seconds < 120:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} minutes" if seconds < 7200 else f"{seconds / 3600:.1f} hours"

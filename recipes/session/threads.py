@@ -1,4 +1,4 @@
-"""Number of OpenMP threads, chosen by the cores that are idle before torch is loaded."""
+"""Selection of the number of OpenMP threads by the number of idle cores, before torch is imported."""
 
 import os
 import sys
@@ -13,12 +13,10 @@ _IDLE = 3, 4  # columns of idle time, also while waiting for a disk
 
 
 def choose_threads() -> str:
-    """Set `OMP_NUM_THREADS` to the number of idle cores for commands that compute, unless the user has set it.
+    """Set `OMP_NUM_THREADS` to the number of idle cores for compute-intensive commands, unless the user has set it.
 
-    Returns the line to log, or an empty text if nothing changes.
-
-    Threads wait for each other after every product, so that a busy process on one core stops all of them
-    (`tests/bench/contention.py`). Without `/proc/stat` nothing changes.
+    OpenMP threads synchronise after every operation, so that another process on one core slows down all threads
+    (`tests/bench/contention.py`). Does nothing without `/proc/stat`. Returns a message to log, or an empty string.
     """
     if "OMP_NUM_THREADS" in os.environ or not _STAT.is_file() or not _COMPUTING & {*sys.argv[1:2]}:
         return ""
@@ -33,7 +31,7 @@ def choose_threads() -> str:
 
 
 def count_idle(before: str, after: str, cores: Collection[int]) -> float:
-    """Return the number of idle cores between two readings of `/proc/stat`, of the cores with these numbers."""
+    """Return the number of idle cores among `cores` between two readings of `/proc/stat`."""
     idle = 0.0
     for old, new in zip(before.splitlines(), after.splitlines(), strict=False):
         name, *ticks = new.split()

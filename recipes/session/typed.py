@@ -12,7 +12,7 @@ _PROGRAM = "draftsmith"
 
 
 def typed_command(arguments: Sequence[str] | None = None, environment: Mapping[str, str] | None = None) -> str | None:
-    """Return the command line as typed, with the launch and without secrets, or None outside `draftsmith`."""
+    """Return the typed command line, including `accelerate launch` but no secrets, or None for the Python API."""
     program, *arguments_typed = sys.argv if arguments is None else arguments
     environment = os.environ if environment is None else environment
     path = Path(program)

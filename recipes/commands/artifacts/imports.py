@@ -1,4 +1,4 @@
-"""Import of published drafters and prediction heads as artifacts, and of GGUF files as models."""
+"""Conversion of published drafters and prediction heads to artifacts, and of GGUF files to model directories."""
 
 import glob
 import shlex
@@ -56,15 +56,15 @@ def import_published(
 ) -> None:
     """Import a directory or hub id as an artifact, or a GGUF file as a model.
 
-    An artifact on the hub is downloaded unchanged. Other sources become artifacts of kind drafter or heads.
+    An artifact on the hub is downloaded unchanged. Other drafters and prediction heads are converted to artifacts.
 
     Args:
         source: Directory, hub id or GGUF file.
-        out: New directory.
+        out: Output directory, which must be empty or not exist.
         target: Target of the drafter or the heads.
-        unpickle: Whether to read pickled weights; only tensors are loaded from them.
-        states: Hidden states that Medusa heads read.
-        dtype: Type of the weights of a GGUF file's model; None: see `convert_gguf`.
+        unpickle: Whether to load pickled weights; only tensors are loaded from them.
+        states: Hidden states that Medusa heads use as input, such as `before-norm`.
+        dtype: Data type of the model weights if `source` is a GGUF file (default: `auto`, see `convert_gguf`).
     """
     check_new(out)
     if is_gguf(source):
@@ -92,7 +92,7 @@ def import_published(
 
 
 def import_gguf(file: Path, out: Path, dtype: str = "auto") -> None:
-    """Write the model of a GGUF file to a new directory, in a type as `convert_gguf` takes it."""
+    """Convert a GGUF file to a model directory; see `convert_gguf` for the values of `dtype`."""
     with atomic_dir(out) as folder, bar(f"reading {file.name}", "tensors") as advance:
         convert_gguf(file, folder, dtype, advance)
         patch_model(folder)
@@ -101,7 +101,7 @@ def import_gguf(file: Path, out: Path, dtype: str = "auto") -> None:
 
 
 def _may_be_model(folder: Path) -> bool:
-    """Return whether a directory has the configuration of a model or an adapter, and not of heads."""
+    """Return whether a directory has the configuration of a model or a LoRA adapter, not of prediction heads."""
     path = folder / CONFIG_FILE
     if not path.is_file():
         return is_adapter(folder)
@@ -111,16 +111,16 @@ def _may_be_model(folder: Path) -> bool:
 
 
 def import_drafter(source: str, folder: Path, out: Path, target: str | None, *, unpickle: bool = False) -> None:
-    """Write an artifact of kind drafter from a model or a LoRA adapter, which is merged.
+    """Convert a model or a LoRA adapter to a drafter artifact. An adapter is merged into its base model.
 
     Args:
         source: Name of the model in messages and in the manifest.
-        folder: Directory of its files.
-        out: New directory.
+        folder: Directory that contains the files of the model.
+        out: Output directory, which must be empty or not exist.
         target: Target of the drafter.
-        unpickle: Whether to read pickled weights; only tensors are loaded from them.
+        unpickle: Whether to load pickled weights; only tensors are loaded from them.
 
-    Raises ValueError: no target is named, the source is an artifact already, or the drafter does not fit the target.
+    Raises ValueError if `target` is None, if the source is an artifact, or if the drafter does not fit the target.
     """
     check_new(out)
     if target is None:
@@ -151,7 +151,7 @@ def import_drafter(source: str, folder: Path, out: Path, target: str | None, *, 
 
 @contextmanager
 def _whole_model(source: str, folder: Path, *, unpickle: bool) -> Iterator[Path]:
-    """Yield the directory of a model in safetensors: its own, or a temporary one for an adapter or pickled weights."""
+    """Yield a model directory with safetensors weights. It is temporary for LoRA adapters and pickled weights."""
     if not is_adapter(folder) and any(folder.glob(WEIGHTS)):
         yield folder
         return
@@ -179,9 +179,9 @@ def _whole_model(source: str, folder: Path, *, unpickle: bool) -> Iterator[Path]
 def import_heads(
     source: str, out: Path, target: str | None = None, *, unpickle: bool = False, states: str | None = None
 ) -> None:
-    """Write an artifact of kind heads from published heads (see `layouts.read_heads` and `read_published`).
+    """Convert published prediction heads to an artifact (see `layouts.read_heads` and `read_published`).
 
-    The default target is the complete model in the same directory.
+    If the source of Medusa heads also contains the complete model, this model is the default target.
     """
     check_new(out)
     if is_published_eagle(find_folder(source, [CONFIG_FILE])):
@@ -215,7 +215,7 @@ def import_heads(
 
 
 def _import_eagle(source: str, out: Path, target: str | None, states: str | None, *, unpickle: bool) -> None:
-    """Write an artifact of kind heads from EAGLE-3 heads, which may be in the format of speculators."""
+    """Convert EAGLE-3 heads to an artifact. The format of the `speculators` library is also supported."""
     if target is None:
         raise ValueError(f"the target of the EAGLE-3 heads in {source} is missing: pass --target")
     if states is not None:
@@ -243,13 +243,13 @@ def _import_eagle(source: str, out: Path, target: str | None, states: str | None
 
 
 def _record_target(target: str) -> dict[str, str | None]:
-    """Return the record of a target, with its hash if its weights are in a local directory."""
+    """Return the manifest entry of a target, including a hash of the weights if they are in a local directory."""
     is_here = any(Path(target).glob(WEIGHTS))
     return target_record(target, resolve_model(target).sha256 if is_here else None)
 
 
 def _check_target(target: str, stored: StoredHeads) -> int:
-    """Return the target's vocabulary size; raise ValueError if the target does not fit the heads."""
+    """Return the vocabulary size of a target; raise ValueError if the heads do not fit the target."""
     config = load_config(target)
     if config.is_encoder_decoder:
         raise ValueError(f"heads require a decoder, but the target {target} is an encoder-decoder")
@@ -266,7 +266,7 @@ def _check_target(target: str, stored: StoredHeads) -> int:
 
 
 def _heads_folder(source: str, unpickle: bool) -> Path:
-    """Return the directory of heads; only the files with the heads are downloaded from the hub."""
+    """Return the local directory of prediction heads. Only the files with heads are downloaded from the hub."""
     path = find_local(source)
     if path is not None:
         return path

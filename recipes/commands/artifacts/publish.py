@@ -1,4 +1,4 @@
-"""Evidence that `draftsmith push` adds to a model card: licences, data sources and evaluation rows of the artifact."""
+"""Contents of the model card that `draftsmith push` uploads: licences, data sources and evaluation results."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,7 +17,7 @@ from ...session.terminal import log
 def evidence_of(
     artifact: Path, manifest: Manifest, licence: str | None = None, results: Path | None = None
 ) -> Evidence:
-    """Return the evidence for the card of an artifact; raise ValueError if the results are for other files."""
+    """Collect licences, data sources and results for a model card; raise ValueError if the results do not match."""
     licences, datasets = {}, dict[str, None]()
     for source in data_sources(manifest):
         corpus = None if source["hub"] is None else find_corpus(source["hub"])
@@ -35,9 +35,9 @@ def evidence_of(
 
 
 def results_of(artifact: Path, manifest: Manifest, path: Path) -> dict[str, Any]:
-    """Return results with only the baseline and the methods that use an artifact, and add their `certificates`.
+    """Load results, select the baseline and the methods that use an artifact, and add their certificates.
 
-    For an export, these are the methods that use the artifact from which it was made.
+    For an export, the methods that use the original artifact are selected.
     """
     results = load_results(path)
     name = _name_in(results["artifacts"], artifact, manifest, path)
@@ -54,7 +54,7 @@ def results_of(artifact: Path, manifest: Manifest, path: Path) -> dict[str, Any]
 
 
 def _name_in(evaluated: Mapping[str, Any], artifact: Path, manifest: Manifest, path: Path) -> str:
-    """Return the name of the artifact in results, found by the hashes of its files."""
+    """Return the key in `evaluated` of the artifact whose file hashes are equal to those in the manifest."""
     hashes = (manifest.export or {"of": {name: entry["sha256"] for name, entry in manifest.files.items()}})["of"]
     drafting = {name: one for name, one in evaluated.items() if name != "target"}
     for name, one in drafting.items():
@@ -67,7 +67,7 @@ def _name_in(evaluated: Mapping[str, Any], artifact: Path, manifest: Manifest, p
 
 
 def _is_row_of(row: Mapping[str, Any], name: str) -> bool:
-    """Return whether a row uses an artifact, or is the baseline."""
+    """Return whether a row of the results is the baseline or uses the artifact `name`."""
     method = row["method"]
     if method == "autoregressive" or method not in METHODS:
         return bool(method == "autoregressive")

@@ -1,4 +1,4 @@
-"""`draftsmith show`, and the verification of artifacts that `draftsmith doctor` prints."""
+"""Commands for single artifacts: `draftsmith show ARTIFACT` and `draftsmith doctor ARTIFACT`."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def show(
 
 
 def verify_artifact(location: str) -> bool:
-    """Print all faults of an artifact, and return whether it has none."""
+    """Verify an artifact, print all faults, and return True if there are none."""
     from ....checkpoints.artifact.locate import resolve
     from ....checkpoints.verify.inspect import find_faults
 

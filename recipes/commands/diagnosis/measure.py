@@ -1,12 +1,12 @@
 """Measured checks of `draftsmith doctor TARGET DRAFT --prompts FILE`, which find where acceptance is lost.
 
-A drafter, heads or a table is measured in up to four stages between training and real decoding. Few conditions change
-between two stages, so that a loss between them has few possible causes:
+The acceptance of a drafter, heads or a table is measured in up to four stages from training to decoding. Few
+conditions change between consecutive stages, so that a lower acceptance has few possible causes:
 
 - `record`: training metrics of the trained weights, from the manifest;
 - `files`: the saved artifact on the same held-out blocks, with the target of this evaluation;
 - `own`: responses of the target to the prompts of this evaluation, teacher-forced;
-- `decoding`: real decoding with a chain: `speculative`, `bpd` or `bigram`.
+- `decoding`: speculative decoding with chain drafts (method `speculative`, `bpd` or `bigram`).
 """
 
 from collections.abc import Sequence
@@ -48,20 +48,20 @@ from ...session.stopping import Stoppable
 from ...session.terminal import log
 
 CHAINS = {"drafter": "speculative", "heads": "bpd", "table": "bigram"}
-"""Method that drafts a chain of tokens, for each part."""
+"""Mapping from kinds of artifacts to decoding methods that draft a chain of tokens."""
 
 
 def measure_pair(recipe: EvaluateRecipe) -> tuple[list[Finding], dict[str, Any]]:
     """Measure the drafter, heads or table of an evaluation in all stages from training to decoding.
 
-    The options and the temperature are those of the recipe's first row with the chain method of the part.
+    Options and temperature are those of the first row of the recipe that uses the decoding method in `CHAINS`.
 
     Returns:
         Findings, sorted by loss in descending order, and JSON values: `part`, `source`, `method`, `options`,
         `temperature`, `stages` (`value` is the acceptance rate), `gaps` (with a 99 % `interval` over prompts),
         `training` metrics, the `readings` of EAGLE-3 heads (see `Reading`), and reasons for `skipped` stages.
 
-    Raises ValueError: the recipe does not name exactly one part.
+    Raises ValueError if the recipe does not have exactly one drafter, heads or table.
     """
     parts = [part for part in CHAINS if getattr(recipe, part) is not None]
     if len(parts) != 1:
@@ -77,7 +77,7 @@ def measure_pair(recipe: EvaluateRecipe) -> tuple[list[Finding], dict[str, Any]]
 
 
 class _Probe:
-    """Measurement of one part with its chain method."""
+    """Measurement of one drafter, heads or table with its decoding method in `CHAINS`."""
 
     def __init__(self, case: Case, part: str, signals: Stoppable) -> None:
         self.case, self.part, self.signals, self.target = case, part, signals, case.pair.target
@@ -88,7 +88,7 @@ class _Probe:
         self.folder = Path(locate_part(self.source_name, part))
         self.is_eagle = part == "drafter" and is_eagle(self.folder)
         self.by_heads = self.is_eagle or part == "heads"
-        """Whether each draft position has its own head or drafting step."""
+        """Whether accuracy is measured for each head or EAGLE-3 drafting step separately."""
         self.source = self._source(case.pair.parts)
         self.trained = load_training_record(self.folder)
         self.skipped: list[str] = []
@@ -107,7 +107,7 @@ class _Probe:
         return eagle_source(heads, self.target)
 
     def run(self) -> tuple[list[Finding], dict[str, Any]]:
-        """Measure all available stages, and find the causes of losses."""
+        """Measure all available stages, and return the findings and the measurements."""
         case, trained, entry = self.case, self.trained, self.entry
         answers = case.texts(entry.sampling, self.signals.bar)
         own = [Passage(*pair) for pair in zip(case.prompts, answers, strict=True)]
@@ -139,7 +139,7 @@ class _Probe:
         return sorted(findings, key=lambda each: -(each.lost or 0.0)), measured
 
     def _training_stages(self) -> list[Stage]:
-        """Measure the stages `record` and `files`, as far as the manifest allows."""
+        """Return the stages `record` and `files`, or skip them if the manifest lacks the training record."""
         if self.part == "table":
             return []
         if self.trained is None or isinstance(self.target, Seq2SeqModel):
@@ -182,9 +182,9 @@ class _Probe:
         return decoding_stage(description, attempts, tokens / steps, self.depth if self.by_heads else 0)
 
     def _readings(self, own: Sequence[Passage]) -> list[Reading]:
-        """Measure the agreement of EAGLE-3 heads with the target for each input convention.
+        """Measure the agreement of EAGLE-3 heads with the target for each input convention (see `Reading`).
 
-        The texts are the held-out blocks of the training or, if these are unavailable, the responses in `own`.
+        Uses the held-out blocks of the training data or, if they are unavailable, the on-policy responses in `own`.
         """
         stored = None if self.trained is None else self.trained.passages()
         texts = stored if isinstance(stored, list) else [passage for passage in own if passage.text]

@@ -1,6 +1,6 @@
-"""Static and measured checks of a target/drafter pair, and the comparison of a server with this engine.
+"""Static and measured checks of a target/drafter pair, and comparison of a server with this engine.
 
-The diagnosis of a pair is one JSON object, which `--json` prints and `--prompts` writes:
+The diagnosis of a pair is a JSON object. `--json` prints it, and `--prompts` writes it to a file:
 
     {"target", "drafter",
      "findings": [{"severity", "check", "what", …}],              the fields of `Finding`
@@ -55,15 +55,15 @@ def check_pair(
     Args:
         target: Directory or hub id of the target.
         drafter: Directory or hub id of a drafter, heads or a table.
-        fix: New directory for a repaired drafter, which is then checked in place of the drafter.
+        fix: Output directory for a repaired drafter, which is then checked instead of `drafter`.
         prompts: Evaluation set, file or hub id for the measured checks.
-        out: File of the diagnosis, if it is measured.
+        out: JSON file for the diagnosis; only used with `prompts`.
         overrides: Changes to the evaluation, of the form `key=value`.
         as_json: Whether to print the findings as JSON.
 
     Returns:
-        True if transformers and draftsmith (for EAGLE-3 heads: all engines) accept the pair without reservations, and
-        no fault was measured.
+        True if transformers and draftsmith (for EAGLE-3 heads: all engines) fully support the pair, and no fault was
+        found.
     """
     if out is not None and (out.suffix != ".json" or out.is_dir()):
         raise ValueError(f"--out must be a .json file, got {out}")
@@ -119,7 +119,7 @@ def _check_files(target: str, drafter: str, is_eagle: bool) -> Diagnosis:
 
 
 def _check_decodes(diagnosis: Diagnosis, folder: Path) -> None:
-    """Raise ValueError if EAGLE-3 heads cannot be decoded by this engine."""
+    """Raise ValueError if this engine does not support the EAGLE-3 heads in `folder`."""
     verdict = diagnosis.verdicts["draftsmith"]
     if verdict.outcome == REFUSED:
         raise ValueError(f"{diagnosis.drafter} cannot be decoded: {'; '.join(verdict.reasons)}")
@@ -135,19 +135,19 @@ def _is_sound(result: dict[str, Any], is_eagle: bool) -> bool:
 
 
 def pair_verdict(target: str, drafter: str, consumer: str) -> str | None:
-    """Return the reason why `consumer` cannot use two models without reservations, or None."""
+    """Return why the engine `consumer` does not fully support a target/drafter pair, or None if it does."""
     verdict = _check_files(target, drafter, is_eagle=False).verdicts[consumer]
     return None if verdict.outcome == WORKS else f"{verdict.outcome}: {'; '.join(verdict.reasons)}"
 
 
 def check_server(target: str, files: Sequence[Path]) -> bool:
-    """Compare results of a server with those of an evaluation, print findings, and return whether there are none.
+    """Compare results of a server with those of an evaluation, print findings, and return True if there are none.
 
     Args:
         target: Directory or hub id of the target, whose tokenizer counts the prompt tokens.
         files: Results of `bench` and of `evaluate`, in any order.
 
-    Raises ValueError: there is not one file of each kind, or no row of `speculative` at the server's temperature.
+    Raises ValueError if `files` is not one file of each kind, or if no `speculative` row has the server's temperature.
     """
     loaded = {results["kind"]: (path, results) for path in files for results in [load_results(path)]}
     if len(files) != 2 or set(loaded) != {BENCH, EVALUATION}:

@@ -1,4 +1,4 @@
-"""`draftsmith certify`: judge the methods of an evaluation for losslessness and write `certificate.json`."""
+"""`draftsmith certify`: test whether the methods of an evaluation are lossless, and write `certificate.json`."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -27,7 +27,7 @@ from ...session.terminal import console
 from .journal import Journal
 
 LEVEL = 1e-6
-"""Probability of any false alarm in a certificate."""
+"""Maximum probability of one or more false positives in a certificate (family-wise significance level)."""
 TOKENS, BATCH = 4_000, 8
 _TEXTS = TypeAdapter(DecodedBatch)
 
@@ -37,14 +37,14 @@ Certify = Callable[..., Certificate]
 def run_certify(
     recipe: EvaluateRecipe, tokens: int = TOKENS, batch: int = BATCH, out: Path | None = None
 ) -> list[Certificate]:
-    """Certify every method of a recipe, first on a small pair (`stress.py`), then on the recipe's pair.
+    """Test each method of a recipe for losslessness, first on a small model pair (`stress.py`), then on the given pair.
 
-    If all rows are at temperature 0, lossless methods are also certified at temperature 1. The certificate is written
-    after each method, so that an interrupted run resumes.
+    If all rows are at temperature 0, lossless methods are also tested at temperature 1. The certificate file is updated
+    after each method, and an interrupted run resumes.
 
     Args:
-        recipe: Evaluation whose methods are certified.
-        tokens: Number of tokens to test per method above temperature 0; the small pair tests a multiple of it.
+        recipe: Evaluation recipe that contains the methods.
+        tokens: Number of tokens to test for each method at temperatures above 0. The small pair uses more tokens.
         batch: Batch size.
         out: Certificate file (default: next to the results).
     """
@@ -97,7 +97,7 @@ def run_certify(
 
 
 def _certifier(case: Case) -> Certify:
-    """Return a function that certifies an entry of the case and measures rounding once for each sampling."""
+    """Return a function that tests one method. It measures the rounding error once for each sampling configuration."""
     pair = case.pair
     # The judge runs transformers' own forward, so that faults of the fast forward used in decoding are found too.
     judge = make_judge(pair.model, states_of(pair.parts.heads))
@@ -119,7 +119,7 @@ def _planned_tokens(case: Case, plan: Plan, entry: Entry) -> int:
 
 
 def _with_stress(certificate: Certificate, stress: Sequence[Certificate]) -> Certificate:
-    """Return a certificate whose verdict is no better than that of the same method on the small pair."""
+    """Replace the verdict of a certificate if the same method has a worse verdict on the small pair."""
     greedy = certificate.sampling["temperature"] == 0
     same = [
         one.verdict
@@ -131,7 +131,7 @@ def _with_stress(certificate: Certificate, stress: Sequence[Certificate]) -> Cer
 
 
 def _add_sampled(entries: list[Entry], parts: Parts) -> list[Entry]:
-    """Return the entries and, if all are at temperature 0, those of lossless methods again at temperature 1."""
+    """Add entries at temperature 1 for the lossless methods if all entries are at temperature 0."""
     if not all(entry.sampling.greedy for entry in entries):
         return entries
     return entries + [
@@ -143,7 +143,7 @@ def _add_sampled(entries: list[Entry], parts: Parts) -> list[Entry]:
 
 
 def _drop_duplicates(entries: Sequence[Entry]) -> list[Entry]:
-    """Drop entries that decode like an earlier entry and differ only in their labels."""
+    """Remove entries that differ from an earlier entry only in the label."""
     distinct: dict[str, Entry] = {}
     for entry in entries:
         distinct.setdefault(json.dumps([entry.method, entry.options, asdict(entry.sampling)], sort_keys=True), entry)

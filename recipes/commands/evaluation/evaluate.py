@@ -39,14 +39,14 @@ _ENERGY = TypeAdapter(Energy)
 
 
 class NotLosslessError(ValueError):
-    """Error of a lossless method whose tokens differ from the target's; the results are written before it is raised."""
+    """Error for a lossless method whose output differs from the target's. It is raised after writing the results."""
 
 
 def run_evaluate(recipe: EvaluateRecipe) -> dict[str, Any]:
-    """Measure every method of the recipe, print the table and write the results; resume an interrupted run.
+    """Measure every method of a recipe, print a table, and write the results. An interrupted run resumes.
 
     Raises:
-        NotLosslessError: The output of a lossless method at temperature 0 is not the target's; raised after writing.
+        NotLosslessError: The output of a lossless method at temperature 0 differs from the target's.
     """
     out, skipped = Path(recipe.out), SkippedPrompts()
     check_writable(out)
@@ -77,7 +77,7 @@ def run_evaluate(recipe: EvaluateRecipe) -> dict[str, Any]:
 
 
 def evaluate_once(recipe: EvaluateRecipe) -> dict[str, Any]:
-    """Return the results of an evaluation, running it only if settings, files, version or machine have changed."""
+    """Run an evaluation, or load its results if settings, files, version and machine have not changed."""
     out = Path(recipe.out)
     stamp = out.with_suffix(".stamp.json")
     # Computed before decoding, since files may change meanwhile.
@@ -92,7 +92,7 @@ def evaluate_once(recipe: EvaluateRecipe) -> dict[str, Any]:
 
 
 def certify_once(recipe: EvaluateRecipe, tokens: int) -> dict[str, str]:
-    """Return the verdicts of a certificate by row, certifying only if they are missing or outdated."""
+    """Return a mapping from labels to verdicts. Run the certification only if verdicts are missing or outdated."""
     stamp = derive_path(Path(recipe.out), KIND).with_suffix(".stamp.json")
     identity = identity_of([recipe.recorded(exclude={"out"}), tokens], recipe.sources(), recipe)
     if (record := read_finished(stamp, identity)) is None:
@@ -102,14 +102,14 @@ def certify_once(recipe: EvaluateRecipe, tokens: int) -> dict[str, str]:
 
 
 def identity_of(settings: Any, sources: Sequence[str], evaluation: EvaluateRecipe) -> str:
-    """Return a hash of the version, settings, files and machine, on which results depend."""
+    """Return a hash of everything that affects the results: version, settings, files and machine."""
     states = {source: source_hash(source) for source in sources}
     known = [__version__, settings, states, machine(device_of(evaluation))]
     return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
 
 
 def read_finished(path: Path, identity: str) -> dict[str, Any] | None:
-    """Read the record of an earlier run with the same identity, or return None."""
+    """Load the record of a finished run, or return None if it is missing or has another identity."""
     try:
         record = load_json(path)
     except (OSError, ValueError):
@@ -118,7 +118,7 @@ def read_finished(path: Path, identity: str) -> dict[str, Any] | None:
 
 
 def _measure(case: Case, journal: Journal, signals: Stoppable) -> tuple[Summary, int]:
-    """Return the summary of all methods, and the number of runs that an earlier process finished."""
+    """Measure all methods, and return the summary and the number of runs that an earlier process completed."""
     pair, recipe, entries, known = case.pair, case.recipe, entries_of(case.recipe), journal.runs("run")
     with signals.bar("evaluating", "runs") as advance:
         runs = measure(
@@ -153,7 +153,7 @@ def _measure(case: Case, journal: Journal, signals: Stoppable) -> tuple[Summary,
 
 
 def _count_energy(case: Case, journal: Journal, signals: Stoppable) -> dict[str, Energy]:
-    """Return the energy per token by label; log the reason for methods that cannot be measured."""
+    """Measure the energy per token, and return a mapping from labels to results. Log and omit failed measurements."""
     pair, entries = case.pair, entries_of(case.recipe)
     names = {entry.label: f"joules of {entry.label}" for entry in entries}
     energies = {label: journal.known(name, _ENERGY) for label, name in names.items() if name in journal}
@@ -183,7 +183,7 @@ def _count_energy(case: Case, journal: Journal, signals: Stoppable) -> dict[str,
 
 
 def measure_energy(target: LanguageModel, recipe: EvaluateRecipe) -> dict[str, Any]:
-    """Measure the time and, if possible, the energy of forward passes by batch size (arXiv 2407.09722, table 1)."""
+    """Measure time and, if possible, energy of forward passes for each batch size (arXiv 2407.09722, table 1)."""
     batches, context = recipe.energy_batches, recipe.energy_context
     if context + 1 > target.max_positions:
         raise ValueError(f"`energy_context` must be below {target.max_positions} (target's positions), got {context}")

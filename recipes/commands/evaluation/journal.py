@@ -1,4 +1,4 @@
-"""Journal of finished work on disk, from which an interrupted command resumes."""
+"""Journal of intermediate results on disk, which allows an interrupted command to resume."""
 
 import json
 from collections.abc import Callable
@@ -22,10 +22,10 @@ _LINE = TypeAdapter(tuple[str, Any])
 
 
 class Journal:
-    """Named results in `<out>.state/<name>.jsonl`, after a line with the identity of the work; open for one writer.
+    """Journal of named results in the file `<out>.state/<name>.jsonl`, whose first line stores `identity`.
 
-    Each result is flushed when it is complete. An incomplete last line is removed, and results of another identity are
-    dropped. No work is started after a signal. Raises ValueError if another process is writing or the file is damaged.
+    Results are flushed to disk when they are added. An incomplete last line is removed, and results with another
+    `identity` are deleted. Raises ValueError if another process has opened the journal or if the file is damaged.
     """
 
     def __init__(self, out: Path, name: str, identity: dict[str, Any], signals: Stoppable | None = None) -> None:
@@ -42,7 +42,7 @@ class Journal:
             log(f"resuming with {len(self._found)} finished {name}")
 
     def __call__(self, name: str, form: TypeAdapter[Found], work: Callable[[], Found]) -> Found:
-        """Return a named result from the journal, or compute and store it."""
+        """Return the stored result `name`, or compute and store it. Raise Interrupted if a signal has arrived."""
         if name in self:
             return self.known(name, form)
         if self._signals is not None:
@@ -52,11 +52,11 @@ class Journal:
         return result
 
     def numbered(self, name: str, form: TypeAdapter[Found]) -> Callable[[int, Callable[[], Found]], Found]:
-        """Return a function like `__call__` that takes numbers in place of names."""
+        """Return a function that loads or computes the result with a given number, stored as `<name> <number>`."""
         return lambda number, work: self(f"{name} {number}", form, work)
 
     def runs(self, name: str) -> dict[str, Any]:
-        """Return the arguments of `measure` that reuse finished runs and store new ones."""
+        """Return keyword arguments for `measure` to reuse the finished runs and to store new ones."""
         names = [each for each in self._found if each.startswith(f"{name} [")]
         finished = {RunKey(*json.loads(each.removeprefix(name))): self.known(each, RUN) for each in names}
         return {"finished": finished, "on_run": lambda key, run: self.add(f"{name} {json.dumps(key)}", RUN, run)}
@@ -65,7 +65,7 @@ class Journal:
         return name in self._found
 
     def known(self, name: str, form: TypeAdapter[Found]) -> Found:
-        """Return a result that an earlier process stored; raise ValueError if it does not fit `form`."""
+        """Return the stored result `name`; raise ValueError if its type is not `form`."""
         try:
             return form.validate_python(self._found[name])
         except ValidationError as error:
@@ -117,7 +117,7 @@ def _remove_if_empty(folder: Path) -> None:
 
 
 def _differences(before: Any, now: dict[str, Any]) -> str:
-    """Return the names of the settings that differ; raise ValueError if the first line has no identity."""
+    """Return the names of settings that differ between two identities; raise ValueError if `before` has none."""
     old = before.get("identity") if isinstance(before, dict) else None
     if not isinstance(old, dict):
         raise ValueError("the first line has no `identity` mapping")

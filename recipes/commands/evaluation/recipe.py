@@ -1,4 +1,4 @@
-"""Recipe and rows of an evaluation, from a recipe file or from artifacts on the command line."""
+"""Construction of evaluation recipes from recipe files or from artifacts on the command line."""
 
 from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
@@ -17,7 +17,7 @@ BASELINE = "autoregressive"
 
 
 def core_methods(parts: Container[str]) -> list[str]:
-    """Return the baseline and the default method of each available part."""
+    """Return the names of the baseline and of the default method for each available artifact."""
     usual = {"drafter": "speculative", "heads": "medusa", "table": "slim-ss" if "heads" in parts else "bigram"}
     return [BASELINE, *([method for part, method in usual.items() if part in parts] or ["prompt-lookup"])]
 
@@ -29,18 +29,18 @@ def evaluate_recipe(
     command: str = "evaluate",
     names: Sequence[str] = (),
 ) -> EvaluateRecipe:
-    """Return the recipe of an evaluation after changes.
+    """Load or create the recipe of an evaluation, and apply changes.
 
     Args:
-        name: File or name of a recipe. If it is None or a change, `evaluate/all-methods` is used with the given parts
-            and, by default, with `spec-bench` and the tokenizer's chat template.
+        name: File or name of a recipe. If it is None or of the form `key.path=value`, `evaluate/all-methods` is used
+            with the given artifacts and, by default, with `spec-bench` and the tokenizer's chat template.
         overrides: Changes of the form `key.path=value`, which take precedence over `options`.
-        options: Changes by key; None and False are ignored.
+        options: Mapping from keys to new values; None and False are ignored.
         command: Name of the command in messages.
-        names: Labels or methods of the rows to run, whose baselines are added. By default these are the rows of the
-            recipe or, without a recipe, of `core_methods`; `methods=all` selects every method that the parts allow.
+        names: Labels or methods of the rows to run, in addition to the baseline. The default is all rows of the recipe
+            or, without a recipe, `core_methods`. The change `methods=all` selects all supported methods.
 
-    Raises ValueError: neither a recipe nor a target is given.
+    Raises ValueError if neither a recipe nor a target is given.
     """
     changes: dict[str, Any] = {key: value for key, value in options.items() if value is not None and value is not False}
     if name is not None and "=" in name and not Path(name).is_file():
@@ -66,7 +66,7 @@ def evaluate_recipe(
 
 
 def choose_rows(recipe: EvaluateRecipe, names: Sequence[str]) -> list[MethodSection]:
-    """Return the named rows after their baselines."""
+    """Return the rows with the given labels or methods, preceded by a baseline for each temperature."""
     chosen, at = find_rows(recipe, names), recipe.temperature_of
     plain = {at(row): row for row in recipe.methods if row.method == BASELINE}
     plain = {recipe.temperature: MethodSection(method=BASELINE)} | plain
@@ -75,9 +75,9 @@ def choose_rows(recipe: EvaluateRecipe, names: Sequence[str]) -> list[MethodSect
 
 
 def find_rows(recipe: EvaluateRecipe, names: Sequence[str]) -> list[MethodSection]:
-    """Return rows by label or method, with default options for a method without a row.
+    """Return the rows with the given labels or methods. A method without a row gets default options.
 
-    Raises ValueError if a name is unknown, or if a method needs a part that the recipe lacks.
+    Raises ValueError if a name is unknown, or if a method requires an artifact that is not in the recipe.
     """
     from ....decode.methods import METHODS, method_config
 
@@ -97,14 +97,14 @@ def find_rows(recipe: EvaluateRecipe, names: Sequence[str]) -> list[MethodSectio
 
 
 def template_of(target: str) -> str:
-    """Return the default template of a target: its tokenizer's own, if it has one."""
+    """Return the default prompt template: `tokenizer` if the target's tokenizer has a chat template, else `plain`."""
     from ....data.tokenizers import load_tokenizer
 
     return "tokenizer" if getattr(load_tokenizer(target), "chat_template", None) else "plain"
 
 
 def _direct(changes: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """Return the values that turn `BASE` into a recipe for the given artifacts only."""
+    """Return changes to the recipe `BASE` for an evaluation with only the given artifacts."""
     for part in ("target", *PARTS):
         if part in changes:
             check_location(changes[part])  # fails before slow imports

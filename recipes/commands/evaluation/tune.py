@@ -27,15 +27,15 @@ from ...session.terminal import console, log
 from .evaluate import evaluate_once
 
 FIRST_PROMPTS, GROWTH = 8, 4
-"""Number of prompts of the first round, and growth factor of each round."""
+"""Number of prompts in the first round, and the factor by which it grows from round to round."""
 
 
 def run_tune(recipe: EvaluateRecipe) -> list[Measurement]:
     """Find the fastest settings of the recipe's methods, and return the measurements of the last round.
 
-    Options of the recipe that are not searched stay fixed. If the recipe has only the baseline, all methods that its
-    artifacts allow are tuned. Each round is an evaluation in a directory next to `recipe.out`, so that an interrupted
-    run resumes. `recipe.yaml` holds the settings of the last round.
+    Options without a search space keep their values. If the recipe has only the baseline, all methods that its
+    artifacts support are tuned. Each round is an evaluation in a directory next to `recipe.out`, so that an interrupted
+    run resumes. The settings of the last round are written to `recipe.yaml`.
     """
     folder = Path(recipe.out).with_suffix(".tune")
     check_writable(folder, folder=True)
@@ -60,7 +60,7 @@ def run_tune(recipe: EvaluateRecipe) -> list[Measurement]:
 
 
 def prompts_of_rounds(prompts: int, batch: int) -> list[int]:
-    """Return the number of prompts of each round, which grows until all are used."""
+    """Return the number of prompts for each round. The last round uses all prompts."""
     rounds = [max(FIRST_PROMPTS, FIRST_PROMPTS // 2 * batch)]
     while rounds[-1] < prompts:
         rounds.append(GROWTH * rounds[-1])
@@ -68,7 +68,7 @@ def prompts_of_rounds(prompts: int, batch: int) -> list[int]:
 
 
 def available_in(recipe: EvaluateRecipe) -> Available:
-    """Return the parts and features of the recipe's artifacts, which limit the settings to tune."""
+    """Return the artifacts of a recipe and their features, which determine the settings that can be tuned."""
     heads, table, parallel = 0, False, False
     if recipe.heads is not None:
         heads = load_manifest(Path(locate_part(recipe.heads, "heads"))).shapes["num_heads"]
@@ -81,7 +81,7 @@ def available_in(recipe: EvaluateRecipe) -> Available:
 
 
 def rows_to_tune(recipe: EvaluateRecipe) -> tuple[dict[str, MethodSection], dict[str, str]]:
-    """Return the settings to tune by label, and why rows are left out; raise ValueError if no method is left."""
+    """Return the settings to tune and the reasons for skipped rows, by label; raise ValueError if all are skipped."""
     available, at = available_in(recipe), recipe.temperature
     known, skipped = tunable_methods(available, at), dict[str, str]()
     listed = [
@@ -108,6 +108,6 @@ def rows_to_tune(recipe: EvaluateRecipe) -> tuple[dict[str, MethodSection], dict
 
 
 def _select_rows(recipe: EvaluateRecipe, rows: Sequence[MethodSection], out: Path) -> EvaluateRecipe:
-    """Return the evaluation of the baseline and some settings."""
+    """Return a copy of the recipe that evaluates the baseline and `rows`, and writes the results to `out`."""
     changes = {"methods": [MethodSection(method=BASELINE), *rows], "out": str(out), "energy": "off"}
     return recipe.model_copy(update=changes | {"compare_with_transformers": False})

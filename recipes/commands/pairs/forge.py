@@ -1,7 +1,7 @@
 """`draftsmith forge`: find the fastest lossless setup for a target within a time budget.
 
-A forge writes recipes and runs them like the commands do. Its state is stored in the files of finished stages, so that
-an interrupted forge resumes with the same decisions.
+The command writes recipes and runs them. Its state is stored in the files of finished stages, so that an interrupted
+run resumes with the same decisions.
 """
 
 import gc
@@ -81,13 +81,13 @@ def run_forge(recipe: ForgeRecipe, plan_only: bool = False) -> dict[str, Any]:
     """Find the fastest setup, and write `forge.json` and `forge.html`.
 
     Args:
-        recipe: Recipe of the forge.
-        plan_only: Generate a few answers, train nothing, and write `plan.json` and `plan.html` instead.
+        recipe: Recipe of kind forge.
+        plan_only: Whether to measure costs without training, and to write `plan.json` and `plan.html` instead.
 
     Returns:
-        The decisions and measurements of the JSON file.
+        Content of the JSON file: decisions and measurements.
 
-    Raises ValueError: the directory belongs to another forge, there are too few prompts, or a stage fails.
+    Raises ValueError if `out` contains a run of another recipe, if there are too few prompts, or if a stage fails.
     """
     out = Path(recipe.out)
     check_writable(out, folder=True)
@@ -99,18 +99,18 @@ def run_forge(recipe: ForgeRecipe, plan_only: bool = False) -> dict[str, Any]:
 
 
 class _Forge:
-    """State of a forge; the methods are in the order in which they run."""
+    """State of a forge run. The methods are defined in the order in which they are called."""
 
     def __init__(self, recipe: ForgeRecipe, out: Path) -> None:
         self.recipe, self.out, self.base = recipe, out, base_of(recipe)
         self.seconds = 3600 * recipe.hours
         self.ledger = Ledger(out / "spent.json")
         self.decision_log: dict[str, list[str]] = {}
-        """Decisions and reasons by section."""
+        """Mapping from section titles to lists of decisions with reasons."""
         batches, temperatures = dict.fromkeys(recipe.batch), dict.fromkeys(recipe.temperature)
         self.workloads = [Workload(*each) for each in itertools.product(batches, temperatures)]
         self.sources = {"prompt lookup": Source("prompt lookup")}
-        """Sources of drafts to tune, by name."""
+        """Mapping from names to the sources of draft tokens whose settings are tuned."""
         self.has_table = False
         self.compared: dict[Workload, dict[str, Measurement]] = {each: {} for each in self.workloads}
         """Measurements of given drafters, and of candidates after short training."""
@@ -157,7 +157,7 @@ class _Forge:
         return stem if len(self.workloads) == 1 else f"{stem}-{workload.slug}"
 
     def _plan(self, supports_eagle: bool, answers: int, seconds_per_answer: float) -> list[Candidate]:
-        """Choose candidates that could be faster than the baseline, and the number of prompts to compare them with."""
+        """Select candidates that could be faster than the baseline, and the number of prompts for comparing them."""
         self.section = "Plan: costs, candidates and budget"
         self._note(f"a forward takes {1e3 * self.curve(1):.1f} ms, of four tokens {1e3 * self.curve(4):.1f} ms")
         chosen, batches = [], dict.fromkeys(self.recipe.batch)
@@ -184,16 +184,16 @@ class _Forge:
         return chosen
 
     def _count_prompts(self, workload: Workload, share: float, rows: int) -> int:
-        """Return the number of prompts on which `rows` rows can be measured in a share of the budget."""
+        """Return the number of prompts with which `rows` settings can be measured in a share of the time budget."""
         seconds, most = share * self.seconds / len(self.workloads), self.questions.held_out // workload.batch
         return workload.batch * count_batches(seconds, rows, self._batch_seconds(workload), most)
 
     def _batch_seconds(self, workload: Workload) -> float:
-        """Return the time of a batch in autoregressive decoding."""
+        """Estimate the time in seconds for decoding one batch autoregressively."""
         return workload.batch * self.prefill + self.recipe.new_tokens * self.curve(workload.batch)
 
     def _certified_tokens(self) -> int:
-        """Return the number of tokens per certificate that the budget allows, or 0 for no certificate."""
+        """Return the number of tokens per certificate, or 0 if the budget is too small for a certificate."""
         share = BUDGET_SHARES["certify"] * self.seconds / len(self.workloads)
         tokens = min(int(share / (_CERTIFYING * self.curve(1))), _CERTIFIED[-1])
         return tokens if tokens in _CERTIFIED else 0
@@ -202,7 +202,7 @@ class _Forge:
         return _CERTIFYING * self._certified_tokens() * self.curve(1)
 
     def _compare_given(self) -> None:
-        """Measure the given drafters; leave out those that do not fit the target."""
+        """Measure the drafters in the recipe, and skip drafters that do not fit the target."""
         reader = self.recipe.engine or "draftsmith"
         for number, drafter in enumerate(dict.fromkeys(self.recipe.drafters), 1):
             try:
@@ -219,7 +219,7 @@ class _Forge:
                 self._note(f"{drafter}: skipped: {error}")
 
     def _compare(self, source: Source, stage: str, cost: float | None = None) -> None:
-        """Measure a source of drafts with one setting on each workload."""
+        """Measure a source of draft tokens on each workload with its default setting."""
         layer = self.shape.layer_parameters / self.shape.parameters
         candidate = Candidate("", source.kind or "drafter", (), layer if cost is None else cost)
         for workload in self.workloads:
@@ -264,7 +264,7 @@ class _Forge:
             run_launched(f"--num_processes {self.recipe.processes} {self.recipe.launch}", *command)
 
     def _train_candidates(self, candidates: Sequence[Candidate]) -> None:
-        """Train all candidates for a short time, and the best one of each workload for the rest of the time."""
+        """Train all candidates briefly, and then train the best one for each workload in the remaining time."""
         known = {each.name: each for each in candidates}
         if not known:
             self._note("no training: no candidate could be faster than autoregressive decoding")
@@ -292,7 +292,7 @@ class _Forge:
             self.sources[name] = self._train(known[name], max(trained[name].steps, int(seconds / rates[name])))
 
     def _try_steps(self, known: dict[str, Candidate], most: float) -> tuple[dict[str, float], float]:
-        """Train candidates for a few steps each while there is time; return seconds per step, and the time spent."""
+        """Train each candidate for a few steps, and return the seconds per step by name and the total seconds."""
         rates, tried, last = dict[str, float](), 0.0, 0.0
         for name, candidate in known.items():
             if rates and tried + last > most:
@@ -307,9 +307,9 @@ class _Forge:
         return rates, tried
 
     def _training_seconds(self, moment: str, *later: str) -> float:
-        """Return the time that is left for training at a moment, without the shares of later stages.
+        """Return the remaining seconds for training, after reserving the budget of the stages in `later`.
 
-        The time spent so far is stored at the first call, so that a resumed forge makes the same decisions.
+        The first call stores the time spent so far in `<moment>.json`, so that a resumed run makes the same decisions.
         """
         path, budget = self.out / f"{moment}.json", f"{self.recipe.hours:g} hours"
         spent: dict[str, float] = load_json(path, "spent")["spent"] if path.is_file() else {}
@@ -323,7 +323,7 @@ class _Forge:
         return remaining
 
     def _choose(self) -> None:
-        """Tune on each workload, choose, certify, and tune in the engine."""
+        """Tune the settings for each workload, certify the fastest one, and tune it in the serving engine."""
         self.section = "Full training, tuning and choice"
         for workload in self.workloads:
             self.tuned[workload] = self._tune(workload)
@@ -340,7 +340,7 @@ class _Forge:
             self._serve()
 
     def _tune(self, workload: Workload) -> list[Measurement]:
-        """Measure all settings on a few prompts, and the fastest ones on other prompts."""
+        """Measure settings on a few prompts, and measure the fastest ones again on other prompts."""
         share, batch_seconds = BUDGET_SHARES["tune"] / 2, self._batch_seconds(workload)
         few, many = workload.batch * MIN_BATCHES, self._count_prompts(workload, share, 1 + MAX_FINALISTS)
         seconds, compared = share * self.seconds / len(self.workloads), self.compared[workload]
@@ -350,7 +350,7 @@ class _Forge:
             return self._measure(f"tune-{number}", workload, chosen, prompts, file)
 
         def tune_sources(names: Sequence[str]) -> list[Measurement]:
-            # The first settings are those of prompt lookup, and then of the fastest source.
+            # Settings of prompt lookup come first, and then those of the fastest drafter.
             ranked = sorted(names, key=lambda name: -compared[name].speedup if name in compared else -math.inf)
             listed = [self.sources[name].settings(self.has_table, workload.temperature) for name in ranked]
             rows = {row.label: row for row in interleave(listed)}
@@ -371,7 +371,7 @@ class _Forge:
             return tune_sources(own)
 
     def _certify(self, workload: Workload, row: Row) -> None:
-        """Write the winner's recipe, and its certificate if the budget pays for one."""
+        """Write a recipe with the fastest setting, and certify the setting if the budget allows it."""
         name, tokens = self._name("winner", workload), self._certified_tokens()
         enough = min(self.questions.held_out, max(self.prompts[workload], 2 * tokens // self.recipe.new_tokens))
         recipe = evaluation_of(self.base, self.recipe, name, [row], workload, enough)
@@ -388,7 +388,7 @@ class _Forge:
             raise NotLosslessError(f"{broken[0]} is not lossless: see {derive_path(Path(recipe.out), KIND)}")
 
     def _serve(self) -> None:
-        """Tune the draft lengths of the winners and of fully trained drafters in the serving engine."""
+        """Tune the number of draft tokens in the serving engine for the fastest and all fully trained drafters."""
         self.section = f"Draft lengths in {self.recipe.engine}"
         trained = [name for name, source in self.sources.items() if source.steps]
         for name in dict.fromkeys([*(winner.name for winner in self.winners.values()), *trained]):

@@ -1,4 +1,4 @@
-"""Measurement of a forge's drafters in the serving engine that will run them."""
+"""Measurement of the drafters from `draftsmith forge` in a serving engine."""
 
 import shlex
 import shutil
@@ -23,11 +23,11 @@ from ..serving.engines import ENGINES, HOST, commands_of, engine_recipe
 from ..serving.lengths import MAX_TOKENS, max_draft_tokens, run_tune_lengths
 
 ENGINE_FIELDS = ("engine", "engine_options", "llama_cpp")
-"""Fields of a forge that may be changed when it resumes."""
+"""Fields of a forge recipe that may be changed when an interrupted run resumes."""
 
 
 def check_engine(recipe: ForgeRecipe) -> None:
-    """Check that the engine of a forge is installed and can serve its target."""
+    """Raise ValueError if the engine of a forge recipe is not installed or cannot serve the target."""
     if recipe.engine is None:
         return
     check_client()
@@ -46,7 +46,7 @@ def check_engine(recipe: ForgeRecipe) -> None:
 
 
 def form_for(engine: str, artifact: Path) -> str | None:
-    """Return the export format of an artifact for an engine, or None if the engine has none for its kind."""
+    """Return the format for exporting an artifact to an engine, or None if the engine does not support its kind."""
     kind, eagle = load_manifest(artifact).kind, is_eagle(artifact)
     fitting = [form for form in ENGINES[engine].forms if FORMATS[form].kind == kind]
     fitting = [form for form in fitting if kind != "heads" or form.startswith("eagle3") == eagle]
@@ -54,7 +54,7 @@ def form_for(engine: str, artifact: Path) -> str | None:
 
 
 def tune_in_engine(recipe: ForgeRecipe, name: str, artifact: Path | None, prompts: int) -> list[str]:
-    """Export a drafter for the engine, tune its draft lengths, and return lines that describe the results."""
+    """Export a drafter for the engine, tune the number of draft tokens, and return the results as lines of text."""
     assert recipe.engine is not None
     out, engine = Path(recipe.out), recipe.engine
     target = str(gguf_file(recipe.target)) if engine == "llama.cpp" else f"{out}/target"
@@ -88,7 +88,7 @@ def tune_in_engine(recipe: ForgeRecipe, name: str, artifact: Path | None, prompt
 
 
 def _export(recipe: ForgeRecipe, artifact: Path, imported: Path, export: Path) -> str | None:
-    """Export an artifact, or a model that is imported first; return the reason if this fails."""
+    """Export an artifact; a plain model is imported first. Return the reason for a failure, or None."""
     if (export / MANIFEST_FILE).is_file():
         return None
     assert recipe.engine is not None
@@ -108,7 +108,7 @@ def _export(recipe: ForgeRecipe, artifact: Path, imported: Path, export: Path) -
 
 
 def _free_urls(count: int) -> list[str]:
-    """Return URLs with unused ports on this machine."""
+    """Return `count` local URLs with unused ports."""
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for each in sockets:

@@ -1,4 +1,4 @@
-"""Pipeline of a target/drafter pair: corpus, tokenizer, target, answers, drafters, heads, table and evaluation.
+"""Training pipeline of a target/drafter pair: data, tokenizer, target, responses, drafters, heads, table, evaluation.
 
 Each stage is a separate recipe. Finished stages are reused. `draftsmith forge` runs the same stages.
 """
@@ -35,13 +35,13 @@ from ..training.train import run_train
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 STAGES = ("target", "answers", "eagle", "drafter", "distilled", "heads", "table")
-"""Trained stages, in the order in which they run."""
+"""Names of the stages with a recipe, in the order in which they run."""
 
 
 def run_quickstart(recipe: QuickstartRecipe) -> dict[str, Any]:
     """Run the unfinished stages and the evaluation, and return the results.
 
-    Raises ValueError: `out` holds a quickstart with other settings.
+    Raises ValueError if `out` contains a quickstart run with other settings.
     """
     out, resolved, start = Path(recipe.out), resolve(recipe), time.monotonic()
     check_writable(out, folder=True)
@@ -70,7 +70,7 @@ def run_quickstart(recipe: QuickstartRecipe) -> dict[str, Any]:
 
 
 def resolve(recipe: QuickstartRecipe) -> QuickstartRecipe:
-    """Return the recipe with values for its stages: directory, seed, scaled numbers of steps and answers, precision."""
+    """Fill in the recipes of the stages: output directory, seed, precision, and scaled numbers of steps and answers."""
     values = fill_placeholder(recipe.model_dump(mode="json"), "{out}", recipe.out)
     scale = recipe.minutes / recipe.reference_minutes
     trained = [values[name] for name in ("target", "eagle", "drafter", "distilled", "heads")]
@@ -96,7 +96,7 @@ def resolve(recipe: QuickstartRecipe) -> QuickstartRecipe:
 
 
 def fill_placeholder(value: Any, mark: str, folder: str) -> Any:
-    """Replace a placeholder by a directory in all strings of a value."""
+    """Replace the placeholder `mark` by `folder` in all strings of a nested value."""
     if isinstance(value, str):
         return value.replace(mark, folder)
     if isinstance(value, dict):
@@ -105,7 +105,7 @@ def fill_placeholder(value: Any, mark: str, folder: str) -> Any:
 
 
 def run_stage(stage: Any) -> None:
-    """Run the recipe of a stage, and before it the teacher cache if it has one; finished work is reused."""
+    """Run the recipe of a stage, after writing its teacher cache if it uses one. Finished work is reused."""
     if isinstance(stage, RegenerateRecipe):
         run_regenerate(stage)
         return
@@ -122,7 +122,7 @@ def find_target(name: str) -> Path:
 
 
 def make_target(name: str, folder: Path) -> None:
-    """Convert the target's GGUF file to a model directory, or link to its directory."""
+    """Convert a GGUF target to a model directory, or create a symbolic link to an existing model directory."""
     source = find_target(name)
     log(f"— target: {source} → {folder}")
     import_gguf(source, folder, "float32") if is_gguf(source) else folder.symlink_to(source.resolve())
@@ -131,7 +131,7 @@ def make_target(name: str, folder: Path) -> None:
 def make_corpus(recipe: QuickstartRecipe, folder: Path, *, min_heldout: int = 0) -> None:
     """Write train.jsonl, heldout.jsonl and report.json from the documentation of installed packages and from files.
 
-    Of each file at least `min_heldout` rows are held out.
+    At least `min_heldout` conversations of each file are held out.
     """
     report_file = folder / "report.json"
     if report_file.is_file():
@@ -184,9 +184,9 @@ def make_tokenizer(vocab_size: int, corpus: Path, folder: Path) -> None:
 
 
 def check_folder(file: Path, recipe: QuickstartRecipe | ForgeRecipe, free: Collection[str]) -> None:
-    """Raise ValueError if a directory was made with another recipe, except for the fields `free`.
+    """Raise ValueError if `recipe` differs from the recipe stored in `file`, except in the fields `free`.
 
-    Corpus, tokenizer and target do not record their recipe, so a directory belongs to one recipe.
+    Corpus, tokenizer and target do not record their settings, so an output directory can only be used for one recipe.
     """
     if not file.is_file():
         return

@@ -1,4 +1,4 @@
-"""Stages of `draftsmith forge`: prompts, measured costs of the target, and the recipes to write and run."""
+"""Stages of `draftsmith forge`: preparation of prompts, cost measurements, and recipes for training and evaluation."""
 
 import gc
 import json
@@ -39,7 +39,7 @@ from .in_engine import ENGINE_FIELDS
 from .quickstart import check_folder, make_corpus, make_target, resolve
 
 DRAFT_VOCABULARY = 8192
-"""Size of the draft vocabulary if that of the target is larger."""
+"""Size of the draft vocabulary for targets with a larger vocabulary."""
 METHODS: dict[Kind | None, tuple[str, ...]] = {
     None: ("suffix", "prompt-lookup"),
     "drafter": ("speculative", "suffix, drafter", "dynamic-tree", "multi-candidate"),
@@ -47,17 +47,17 @@ METHODS: dict[Kind | None, tuple[str, ...]] = {
     "eagle": ("speculative", "dynamic-tree", "suffix, drafter"),
     "heads": ("medusa", "slim-s", "suffix, heads"),
 }
-"""Names of the methods that are tuned for each kind of drafter; None is prompt lookup."""
+"""Methods to tune for each kind of drafter. The key None is for prompt lookup without a drafter."""
 COSTS_FILE = "costs.json"
 REVERSED_HELDOUT = "heldout-reversed.jsonl"
-"""Held-out prompts in reverse order, so that settings are chosen and confirmed on different prompts."""
-_PROBED = 24  # answers that are generated to measure their time
+"""File with held-out prompts in reverse order, so that settings are chosen and confirmed on different prompts."""
+_PROBED = 24  # number of generated answers for measuring the time per answer
 _CONTEXT = 200
 _HELD_OUT = 4  # minimum expected number of held-out answers
 
 
 class Source(NamedTuple):
-    """Prompt lookup, a given drafter, or a trained candidate."""
+    """Source of draft tokens: prompt lookup, a given drafter, or a trained candidate."""
 
     name: str
     kind: Kind | None = None
@@ -67,7 +67,7 @@ class Source(NamedTuple):
     """Number of training steps."""
 
     def settings(self, with_table: bool, temperature: float) -> "list[Row]":
-        """List the settings to tune, the most promising first."""
+        """Return the settings to tune, with the most promising ones first."""
         own = {"heads"} if self.kind == "heads" else {"drafter"}
         heads = load_manifest(Path(str(self.artifact))).shapes["num_heads"] if self.kind == "heads" else 0
         available = Available(frozenset(own | {"table"}), heads, with_table)
@@ -75,14 +75,14 @@ class Source(NamedTuple):
         return [Row(self, *each) for each in interleave(listed)]
 
     def default(self, gamma: int) -> "Row":
-        """Return the setting with which candidates are compared."""
+        """Return the default setting, which is used to compare different sources."""
         if self.kind == "heads":
             return Row(self, "medusa", {"tree": "2x1"})
         return Row(self, "speculative", {"gamma": gamma} | ({"parallel": True} if self.kind == "parallel" else {}))
 
 
 class Row(NamedTuple):
-    """Setting of a method with a source of drafts."""
+    """Decoding method with its options and its source of draft tokens."""
 
     source: Source
     method: str
@@ -90,23 +90,23 @@ class Row(NamedTuple):
 
     @property
     def label(self) -> str:
-        """Unique label."""
+        """Label of the setting and its source, which is unique in an evaluation."""
         return f"{format_setting(self.method, self.options)} ({self.source.name})"
 
 
 class Prompts(NamedTuple):
-    """Numbers and lengths of the prompts."""
+    """Statistics of the prompts."""
 
     answered: int
-    """Number of prompts that the target may answer."""
+    """Number of prompts for generating training responses."""
     held_out: int
-    """Number of held-out prompts that are short enough to measure with."""
+    """Number of held-out prompts that are short enough for measurements."""
     tokens: float
-    """Mean length of a held-out prompt, with the template."""
+    """Mean number of tokens of the held-out prompts, including the prompt template."""
 
 
 class Ledger:
-    """Time that each stage took, in all runs of a forge."""
+    """Record of the time spent in each stage, including earlier, interrupted runs."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -114,7 +114,7 @@ class Ledger:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Add the time of a stage, even if it fails."""
+        """Measure the time of a stage and save it, even if the stage fails."""
         began = time.monotonic()
         try:
             yield
@@ -124,15 +124,15 @@ class Ledger:
 
     @property
     def spent(self) -> float:
-        """Total time of all stages in seconds."""
+        """Total time of all stages in seconds, including earlier runs."""
         return sum(self.seconds.values())
 
 
 def prepare_prompts(recipe: ForgeRecipe, base: QuickstartRecipe, out: Path) -> Prompts:
-    """Write the target's directory and the prompts, and return the sizes of the prompts.
+    """Write the model directory of the target and the prompt files, and return statistics of the prompts.
 
-    Raises ValueError if there are too few prompts, if the directory belongs to another forge, or if the target's family
-    is not supported.
+    Raises ValueError if there are too few prompts, if `out` contains a run of another recipe, or if the target's model
+    family is not supported.
     """
     check_family(load_config(recipe.target))
     target, corpus = out / "target", out / "corpus"
@@ -162,7 +162,7 @@ def prepare_prompts(recipe: ForgeRecipe, base: QuickstartRecipe, out: Path) -> P
 
 
 def measure_costs(base: QuickstartRecipe, out: Path, prompts: int) -> dict[str, Any]:
-    """Measure the target's forward passes and answers once, and return its shape and these costs."""
+    """Measure the time of the target's forward passes and answers. Return it with the model shape, and store both."""
     path, answers = out / COSTS_FILE, min(_PROBED, prompts)
     if path.is_file():
         return dict(load_json(path, "seconds_per_answer"))
@@ -194,7 +194,7 @@ def measure_costs(base: QuickstartRecipe, out: Path, prompts: int) -> dict[str, 
 
 
 def kind_of(drafter: Path) -> Kind:
-    """Return the kind of a given drafter; raise ValueError if the directory holds no model."""
+    """Return the kind of a drafter; raise ValueError if the directory does not contain a model."""
     if is_eagle(drafter):
         return "eagle"
     return "drafter" if is_adapter(drafter) or mask_token(load_config(drafter)) is None else "parallel"
@@ -218,7 +218,7 @@ def base_of(recipe: ForgeRecipe) -> QuickstartRecipe:
 
 
 def with_heldout(base: QuickstartRecipe, answers: int) -> QuickstartRecipe:
-    """Return the stages with a larger held-out share if there are few answers, so that some are held out."""
+    """Increase the held-out share of the training data if there are few answers, so that it is not empty."""
     stages: dict[str, Any] = {}
     for name in ("eagle", "drafter", "heads", "table"):
         stage = getattr(base, name)
@@ -235,7 +235,7 @@ def answers_of(base: QuickstartRecipe, count: int, name: str) -> RegenerateRecip
 def training_of(
     base: QuickstartRecipe, candidate: Candidate, vocabulary: int, steps: int, out: Path, processes: int = 1
 ) -> DrafterRecipe | HeadsRecipe:
-    """Return the recipe of a candidate's training; the global batch grows with the number of processes."""
+    """Return the training recipe of a candidate. The global batch is proportional to the number of processes."""
     stage = {"eagle": base.eagle, "heads": base.heads}.get(candidate.kind, base.drafter)
     assert stage is not None
     train = stage.train.model_copy(update={"steps": steps, "global_batch": stage.train.global_batch * processes})
@@ -259,7 +259,7 @@ def evaluation_of(
     prompts: int,
     prompts_file: str = "heldout.jsonl",
 ) -> EvaluateRecipe:
-    """Return the evaluation of the baseline and the given settings on held-out prompts."""
+    """Return the recipe of an evaluation of the baseline and the given rows on held-out prompts."""
     values = base.evaluate.model_dump(mode="json")
     drafters = list(dict.fromkeys(row.source.artifact for row in rows if row.source.kind not in (None, "heads")))
     methods: list[dict[str, Any]] = [{"method": "autoregressive"}]

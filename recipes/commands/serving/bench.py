@@ -1,4 +1,4 @@
-"""`draftsmith bench`: measure speculative decoding on a server, compared with a server without drafts."""
+"""`draftsmith bench`: measure the speedup of a server with speculative decoding over a server without it."""
 
 import asyncio
 import itertools
@@ -34,7 +34,7 @@ _MIN_IDENTICAL = 0.5  # minimum share of identical greedy texts before a warning
 def bench_recipe(
     name: str | None, overrides: Sequence[str] = (), *, concurrency: str | None = None, **options: str | None
 ) -> BenchRecipe:
-    """Return the recipe of a file or name, or of the given values only; raise ValueError if a value is invalid."""
+    """Load a recipe by file or name, or create one from options; raise ValueError if a value is invalid."""
     if name is not None and "=" in name and not Path(name).is_file():
         overrides, name = [name, *overrides], None
     values = {"kind": BENCH} if name is None else read_extended(find_recipe(name))
@@ -56,7 +56,7 @@ def prompts_of(recipe: BenchRecipe) -> list[Prompt]:
 def run_bench(recipe: BenchRecipe) -> dict[str, Any]:
     """Measure the servers, print the table, and write the results and the report.
 
-    Raises ConnectionError if a server does not answer, and ValueError if it answered none of the prompts.
+    Raises ConnectionError if a server does not respond, and ValueError if all requests in a block of prompts fail.
     """
     out, prompts = Path(recipe.out), prompts_of(recipe)
     with Stoppable("bench", "") as signals:
@@ -100,7 +100,7 @@ async def _measure(recipe: BenchRecipe, prompts: Sequence[Prompt], signals: Stop
 async def _blocks(
     recipe: BenchRecipe, servers: Sequence[Server], concurrency: int, prompts: Sequence[Prompt], signals: Stoppable
 ) -> list[list[Block]]:
-    """Return the blocks of each server under a load; the server that begins alternates."""
+    """Measure blocks of prompts on each server at one concurrency. The order of the servers alternates."""
     blocks: list[list[Block]] = [[] for _ in servers]
     for server in servers:
         await _send(recipe, server, prompts[: min(_WARM_UP, concurrency)], concurrency, lambda: None)
@@ -124,7 +124,7 @@ async def _blocks(
 async def _send(
     recipe: BenchRecipe, server: Server, prompts: Sequence[Prompt], concurrency: int, advance: Callable[[], None]
 ) -> Block:
-    """Send prompts under a load and wait for all answers."""
+    """Send prompts with at most `concurrency` requests in flight, and wait for all responses."""
     free = asyncio.Semaphore(concurrency)
     settings: dict[str, Any] = {"max_tokens": recipe.max_new_tokens, "temperature": recipe.temperature}
 

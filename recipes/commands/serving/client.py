@@ -1,4 +1,4 @@
-"""Client of OpenAI-compatible servers, which times their answers and reads their counters of draft tokens."""
+"""Client for OpenAI-compatible servers that measures latency and reads the counters of draft tokens."""
 
 import asyncio
 import os
@@ -15,7 +15,7 @@ from ....data.conversations import THOUGHT_KEYS
 from ....decode.evaluation.serving import Reply
 
 MAX_REPLY_BYTES = 64 << 20
-"""Maximum size of one reply of a server."""
+"""Maximum size of a server response in bytes."""
 _LINE = re.compile(r"^(?:vllm|llamacpp):spec_decode_num_(\w+?)(?:_total)?(?:\{(.*)\})? ([-+.\deE]+)$")
 _POSITION = re.compile(r'position="(\d+)"')
 _COUNTERS = {"drafts": "drafts", "draft_tokens": "drafted", "accepted_tokens": "accepted"}
@@ -31,7 +31,7 @@ def check_client() -> Any:
 
 
 def open_client(openai: Any, url: str, key: str, timeout: float, retries: int = 0) -> Any:
-    """Return an asynchronous client that raises OSError for replies larger than `MAX_REPLY_BYTES`."""
+    """Return an asynchronous client that raises OSError for responses larger than `MAX_REPLY_BYTES`."""
 
     class LimitedClient(openai.DefaultAsyncHttpxClient):
         async def send(self, request: Any, *, stream: bool = False, **settings: Any) -> Any:
@@ -56,7 +56,7 @@ def open_client(openai: Any, url: str, key: str, timeout: float, retries: int = 
 
 
 class Server:
-    """Connection to a model of a server; the default model is the first that the server lists."""
+    """Connection to a model on a server. The default model is the first one that the server lists."""
 
     def __init__(self, url: str, model: str | None, timeout: float, key_variable: str) -> None:
         self._openai = check_client()
@@ -78,7 +78,7 @@ class Server:
         await self._client.close()
 
     async def ask(self, messages: Sequence[dict[str, str]], **settings: Any) -> Reply:
-        """Return the answer, or the reason of a failure."""
+        """Send chat messages, and return the response or the reason for a failure."""
         try:
             async with asyncio.timeout(self._timeout):
                 return await self._ask(messages, settings)
@@ -114,20 +114,20 @@ class Server:
         return Reply("".join(texts), tokens, first or 0.0, last, finish == "length", *drafts, read)
 
     def _redact(self, message: object) -> str:
-        """Return a message on one line without the API key, which some servers repeat."""
+        """Format an error message on one line, without the API key, which some servers include in messages."""
         text = str(message).replace(self._key, "…") if self._key else str(message)
         return redacted(" ".join(text.split()))[:300]
 
 
 class _IncompleteError(Exception):
-    """Error of a stream that ended without a complete answer."""
+    """Error for a stream that ended without a complete response."""
 
 
 def read_counters(url: str, timeout: float = 10.0) -> dict[str, float]:
     """Read the speculative-decoding counters of a server's `/metrics` page.
 
-    vLLM and llama.cpp (with `--metrics`) count from their start. Returns `drafts`, `drafted`, `accepted`, and `accepted
-    0`, `accepted 1` … by position; empty if the server has no counters.
+    vLLM and llama.cpp (with `--metrics`) count since their start. The keys are `drafts`, `drafted`, `accepted` and, for
+    each draft position, `accepted 0`, `accepted 1` … The result is empty if the server has no counters.
     """
     try:
         with urlopen(url.rstrip("/").removesuffix("/v1") + "/metrics", timeout=timeout) as page:

@@ -1,6 +1,6 @@
-"""Start and stop of serving engines with an export on this machine, for `draftsmith bench --engine`.
+"""Local serving engines, which `draftsmith bench --engine` starts with an exported drafter.
 
-The commands equal those in the export's SERVING.md. No command is read from a file.
+The commands are the same as in the export's SERVING.md, but they are not read from that file.
 """
 
 import json
@@ -40,26 +40,26 @@ PORT = 8000
 
 @dataclass(frozen=True)
 class Draft:
-    """Export of a drafter or heads, and the number of draft tokens per step."""
+    """Exported drafter or prediction heads, with the number of draft tokens per step."""
 
     form: str
     folder: str
     tokens: int
     mixes_attention: bool = False
     parallel: bool = False
-    """Whether one forward pass drafts all tokens."""
+    """Whether all draft tokens are generated in one forward pass (parallel drafting)."""
 
 
 @dataclass(frozen=True)
 class Engine:
-    """Serving engine that reads exports."""
+    """Serving engine that can load exported drafters."""
 
     forms: Mapping[str, str]
-    """Names of the speculative method in the engine, by supported export format."""
+    """Mapping from supported export formats to the engine's names of the speculative methods."""
     command: Callable[[str, Draft | None], list[str]]
-    """Function that returns the command for a target and a draft or None, without host and port."""
+    """Function that returns the command for a target and an optional draft, without host and port."""
     lookup: Callable[[int], list[str]] | None = None
-    """Function that returns the arguments of the engine's prompt lookup by number of draft tokens, or None."""
+    """Function that returns the arguments for prompt lookup with a number of draft tokens; None if unsupported."""
 
 
 def _vllm(target: str, draft: Draft | None) -> list[str]:
@@ -108,7 +108,7 @@ ENGINES = {
 
 
 class Running(NamedTuple):
-    """Engine process that was started."""
+    """Running process of a serving engine."""
 
     url: str
     process: subprocess.Popen[bytes]
@@ -116,7 +116,7 @@ class Running(NamedTuple):
 
     @property
     def failure(self) -> str:
-        """Message with the state of the engine and the end of its log."""
+        """Error message with the state of the engine and the last lines of its log."""
         code = self.process.poll()
         state = "does not respond" if code is None else f"ended with code {code}"
         return "\n".join((f"the engine {state}; last lines of {self.log_file}:", *_last_lines(self.log_file, _LINES)))
@@ -125,9 +125,9 @@ class Running(NamedTuple):
 def commands_of(
     export: Path | str | None, engine: str, target: str | None = None, tokens: int | None = None
 ) -> list[list[str]]:
-    """Return the commands that serve a target with an export, and without it.
+    """Return two commands that serve a target: one with an exported drafter, and one without drafts.
 
-    Raises ValueError if the engine is unknown, cannot read the export, or cannot serve the target.
+    Raises ValueError if the engine is unknown, does not support the export, or cannot serve the target.
     """
     if engine not in ENGINES:
         raise ValueError(f"unknown engine {engine!r}.{did_you_mean(engine, ENGINES)} Known: {', '.join(ENGINES)}")
@@ -157,9 +157,9 @@ def commands_of(
 def running(
     command: Sequence[str], log_file: Path, port: int | None = None, signals: Stoppable | None = None, **process: Any
 ) -> Iterator[Running]:
-    """Start a server at a free port by default, yield it when it answers, and end it afterwards.
+    """Start a server, by default on a free port, yield it when it is ready, and terminate it afterwards.
 
-    Raises ConnectionError with the end of the log if the server ended, and ValueError if it cannot be started.
+    Raises ConnectionError if the server fails to start, and ValueError if it is not installed or the port is in use.
     """
     if shutil.which(command[0], path=process.get("env", os.environ).get("PATH")) is None:
         raise ValueError(f"{command[0]} is not on PATH: install it, or activate its environment")
@@ -203,7 +203,7 @@ def _wait(engine: Running, signals: Stoppable | None) -> None:
 
 
 def _check(engines: Sequence[Running]) -> None:
-    """Raise ConnectionError with the end of the log if an engine ended or is not healthy."""
+    """Raise ConnectionError with the last log lines if an engine has terminated or is not healthy."""
     for engine in engines:
         if not _is_healthy(engine, 30):
             raise ConnectionError(engine.failure)
@@ -237,9 +237,9 @@ def _stop_server(server: subprocess.Popen[bytes]) -> None:
 def started(
     commands: Sequence[Sequence[str]], ports: Sequence[int], more: Sequence[str], stem: str, signals: Stoppable
 ) -> Iterator[list[Running]]:
-    """Start the engine of an export and, with a second command, of its baseline; yield them.
+    """Start an engine with the first command and, if there is a second command, its baseline; yield both.
 
-    They start one after the other, since each takes the free memory. The logs are `stem`.log and `stem`-baseline.log.
+    The engines start sequentially, since each allocates all free memory. Logs: `stem`.log and `stem`-baseline.log.
     """
     with ExitStack() as stack:
         engines = []
@@ -252,7 +252,7 @@ def started(
 
 
 def serve_engine(command: Sequence[str], port: int, more: Sequence[str], stem: str) -> None:
-    """Serve until a signal arrives; raise ConnectionError if the engine ended."""
+    """Start an engine and serve until a signal arrives; raise ConnectionError if the engine terminates."""
     with Stoppable("bench", "") as signals, started([command], [port], more, stem, signals) as engines:
         (engine,) = engines
         log(f"bench: serving at {engine.url}/v1")
@@ -264,7 +264,7 @@ def serve_engine(command: Sequence[str], port: int, more: Sequence[str], stem: s
 
 
 def engine_recipe(overrides: Sequence[str], options: Mapping[str, str | None], port: int = PORT) -> BenchRecipe:
-    """Return the recipe for an engine with drafts and one without, at `port` and the next port by default."""
+    """Return the recipe for comparing engines with and without drafts, by default at `port` and the next port."""
     urls = {
         name: options.get(name) or f"http://{HOST}:{port + at}/v1" for at, name in enumerate(("server", "baseline"))
     }
@@ -272,7 +272,7 @@ def engine_recipe(overrides: Sequence[str], options: Mapping[str, str | None], p
 
 
 def measure_engine(recipe: BenchRecipe, commands: Sequence[Sequence[str]], more: Sequence[str], stem: str) -> None:
-    """Start an engine with drafts and one without at the recipe's URLs, measure them, and end them."""
+    """Start engines with and without drafts at the recipe's URLs, run the benchmark, and terminate the engines."""
     assert recipe.baseline is not None
     ports = [_port(recipe.server), _port(recipe.baseline)]
     prompts_of(recipe)  # fails before an engine is started
@@ -285,7 +285,7 @@ def measure_engine(recipe: BenchRecipe, commands: Sequence[Sequence[str]], more:
 
 
 def _port(url: str) -> int:
-    """Return the port of a local URL; raise ValueError if the URL is of another machine or has no port."""
+    """Return the port of a local URL; raise ValueError if the URL is not local or has no port."""
     address = urlsplit(url)
     if address.hostname not in (HOST, "localhost") or address.port is None:
         raise ValueError(f"engines are started on this machine only: expected http://{HOST}:PORT/v1, got {url}")

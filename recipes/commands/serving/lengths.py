@@ -1,4 +1,4 @@
-"""`draftsmith tune --engine`: find the best number of draft tokens of a serving engine under each load."""
+"""`draftsmith tune --engine`: find the best number of draft tokens for a serving engine at each concurrency."""
 
 import json
 import shlex
@@ -18,16 +18,16 @@ from .engines import measure_engine
 MAX_TOKENS = 5
 """Maximum number of draft tokens if the export does not limit it."""
 Commands = Callable[[int | None], list[list[str]]]
-"""Function that returns the engine's commands with a number of draft tokens, and without drafts."""
+"""Function that takes a number of draft tokens, and returns the engine's commands with and without drafts."""
 
 
 def run_tune_lengths(
     recipe: BenchRecipe, engine: str, commands: Commands, most: int, more: Sequence[str], stem: str
 ) -> dict[str, Any]:
-    """Measure each number of draft tokens, print the best under each load, and write the results.
+    """Measure each number of draft tokens, print the best one for each concurrency, and write the results.
 
-    Stored measurements are reused. `most` is the maximum number of draft tokens, `more` are further arguments of the
-    engine, and `stem` is the path of its log files without suffix.
+    Finished measurements are reused. `most` is the maximum number of draft tokens, `more` are additional arguments of
+    the engine, and `stem` is the path of the log files without suffix.
     """
     out = Path(recipe.out)
 
@@ -59,7 +59,7 @@ def run_tune_lengths(
 
 
 def max_draft_tokens(export: Path | str) -> int:
-    """Return the maximum number of draft tokens of an export; each Medusa head drafts one token."""
+    """Return the maximum number of draft tokens for an export. Each Medusa head drafts only one token."""
     manifest = load_manifest(Path(export).expanduser())
     assert manifest.export is not None
     heads = manifest.shapes.get("num_heads") if manifest.export["format"].startswith("medusa") else None
@@ -67,13 +67,13 @@ def max_draft_tokens(export: Path | str) -> int:
 
 
 def _is_measured(recipe: BenchRecipe) -> bool:
-    """Return whether the results of a recipe exist, regardless of the addresses of the servers."""
+    """Return whether a recipe has results. The URLs of the servers may differ."""
     path, places = Path(recipe.out), {"server": "", "baseline": ""}
     return path.is_file() and load_results(path, BENCH)["recipe"] | places == recipe.model_dump(mode="json") | places
 
 
 def length_table(results: Mapping[str, Any]) -> Table:
-    """Return a table of the speedup by load and number of draft tokens."""
+    """Return a table of the speedup for each concurrency and number of draft tokens."""
     columns = [Column("load", numeric=False), Column("best", "tokens")]
     columns += [Column(f"{length['tokens']} drafted", "×") for length in results["loads"][0]["lengths"]]
     rows = [

@@ -1,7 +1,7 @@
-"""`draftsmith train --plan`: memory, disk space and time that a training recipe needs, and whether they suffice.
+"""`draftsmith train --plan`: estimate the memory, disk space and time that a training recipe requires.
 
-The models are loaded and their states counted (ZeRO: Rajbhandari et al. 2020, arXiv 1910.02054, section 3), so that a
-recipe that cannot fit is rejected before it runs. Time is measured in two short steps in a temporary directory.
+The models are loaded to count the bytes of weights, gradients and optimizer states (ZeRO: Rajbhandari et al. 2020,
+arXiv 1910.02054, section 3). The time is measured with two short training steps in a temporary directory.
 """
 
 import json
@@ -40,48 +40,48 @@ _LESS_MEMORY = (
 
 @dataclass(frozen=True)
 class RecipeSize:
-    """Sizes of the models and states of a recipe."""
+    """Sizes of the models and the training states of a recipe."""
 
     parameters: int
     trained: int
-    """Number of trained parameters."""
+    """Number of trainable parameters."""
     target_parameters: int
-    """Number of parameters of other models in memory."""
+    """Number of parameters of the other models in memory, such as the target."""
     memory: dict[str, int]
-    """Bytes in each process, by purpose."""
+    """Mapping from kinds of data, such as `gradients`, to bytes of memory in each process."""
     checkpoint_bytes: int
-    """Bytes of a checkpoint's weights and optimizer state."""
+    """Size of the weights and optimizer states in a checkpoint, in bytes."""
 
 
 @dataclass(frozen=True)
 class Probe:
-    """Measurements of a short run."""
+    """Measurements of a short training run."""
 
     step_seconds: float
-    """Duration of an optimizer step, extrapolated from one or two micro batches."""
+    """Time of an optimizer step in seconds, extrapolated from one or two micro batches."""
     evaluation_seconds: float
-    """Duration of an evaluation, extrapolated from a part of it."""
+    """Time of an evaluation in seconds, extrapolated from a smaller evaluation."""
     peak_bytes: int
-    """Peak memory of a process."""
+    """Peak memory of a process in bytes."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Requirements of a training recipe; memory is that of one process."""
+    """Requirements of a training recipe. Memory is given for one process."""
 
     kind: str
     size: RecipeSize
     processes: int
     parallelism: str
     needed_bytes: int
-    """Counted bytes of memory, without activations."""
+    """Required memory in bytes, without activations."""
     free_bytes: int
     disk: dict[str, int]
-    """Bytes that will be written next to and into `out`, by purpose."""
+    """Mapping from `checkpoints` and `artifact` to the bytes that will be written to disk."""
     free_disk: int
     steps: int
     tokens: int
-    """Number of tokens in all steps."""
+    """Total number of training tokens."""
     epochs: float
     evaluations: int
     probe: Probe
@@ -89,14 +89,14 @@ class Plan:
 
     @property
     def seconds(self) -> float:
-        """Duration of the whole run without checkpoints."""
+        """Total time of training and evaluation in seconds, without writing checkpoints."""
         return self.steps * self.probe.step_seconds + self.evaluations * self.probe.evaluation_seconds
 
 
 def plan_recipe(recipe: TrainingRecipe) -> Plan:
-    """Plan a recipe of kind drafter or heads; all launched processes call this function.
+    """Estimate the requirements of a drafter or heads recipe. All launched processes must call this function.
 
-    Raises ValueError: the run does not fit into memory or onto the disk, or the recipe is for a table.
+    Raises ValueError if there is too little memory or disk space, or if the recipe is for a table.
     """
     if not isinstance(recipe, DrafterRecipe | HeadsRecipe):
         raise ValueError("--plan requires a recipe of kind drafter or heads, got table")
@@ -167,7 +167,7 @@ def _rows(plan: Plan) -> Iterator[tuple[str, str, str]]:
 
 
 def _probe(run: Run, config: FitConfig, accelerator: Any, shares: int) -> Probe:
-    """Train for two steps of at most two micro batches, and measure the second step."""
+    """Train for two steps of at most two micro batches each, and measure the second step."""
     micro_batches = micro_steps(config.global_batch, config.micro_batch, accelerator.num_processes)
     tried = min(2, micro_batches)
     size = config.micro_batch * accelerator.num_processes * tried
@@ -195,12 +195,12 @@ def _probe(run: Run, config: FitConfig, accelerator: Any, shares: int) -> Probe:
 
 
 def _evaluation_steps(steps: int, every: int) -> set[int]:
-    """Return the steps after which a run evaluates: the last one, and multiples of `every`."""
+    """Return the steps after which evaluation runs: the last one, and multiples of `every`."""
     return {steps} | (set(range(0, steps + 1, every)) if every else set())
 
 
 def _least_free(accelerator: Any) -> int:
-    """Return the smallest free memory of all processes in bytes; processes on a machine share its memory."""
+    """Return the minimum free memory in bytes over all processes. Processes on one machine share CPU memory."""
     if accelerator.device.type == "cuda":
         size = int(torch.cuda.mem_get_info(accelerator.device)[0])
     else:
@@ -211,7 +211,7 @@ def _least_free(accelerator: Any) -> int:
 
 
 def _check_memory(parts: dict[str, int], free: int) -> None:
-    """Raise ValueError if training needs more memory than is free."""
+    """Raise ValueError if training requires more memory than is free."""
     if (needed := sum(parts.values())) > free:
         raise ValueError(
             f"training requires at least {gigabytes(needed)} of memory per process, but {gigabytes(free)} are free "
@@ -220,7 +220,7 @@ def _check_memory(parts: dict[str, int], free: int) -> None:
 
 
 def _max_checkpoints(config: FitConfig) -> int:
-    """Return the maximum number of checkpoints on disk: those kept, one being written, and the best."""
+    """Return the maximum number of checkpoints on disk, including the best one and the one being written."""
     saves = _evaluation_steps(config.steps, config.save_every) - {0}
     if config.keep_best is not None and config.evaluate_every:
         saves |= _evaluation_steps(config.steps, config.evaluate_every)
@@ -228,7 +228,7 @@ def _max_checkpoints(config: FitConfig) -> int:
 
 
 def _check_disk(out: Path, disk: dict[str, int], free: int) -> None:
-    """Raise ValueError if a run writes more than there is space for."""
+    """Raise ValueError if a run requires more disk space than is free."""
     if sum(disk.values()) > free:
         parts = ", ".join(f"{name} {gigabytes(size)}" for name, size in disk.items())
         raise ValueError(
@@ -238,7 +238,7 @@ def _check_disk(out: Path, disk: dict[str, int], free: int) -> None:
 
 
 def _reduce_evaluation(recipe: Any) -> tuple[Any, int]:
-    """Return the recipe with a part of its evaluation, and the number of such parts in the whole."""
+    """Return the recipe with a smaller evaluation, and the factor by which the full evaluation is larger."""
     section = recipe.measure
     shares = max(1, section.prompts or section.blocks)
     less = section.model_copy(update={"prompts": min(1, section.prompts), "blocks": -(-section.blocks // shares)})
@@ -246,7 +246,7 @@ def _reduce_evaluation(recipe: Any) -> tuple[Any, int]:
 
 
 def size_of(recipe: DrafterRecipe | HeadsRecipe, run: Run, accelerator: Any) -> RecipeSize:
-    """Return the sizes of a run's models for the number of launched processes."""
+    """Compute the sizes of the models and training states of a run for the number of launched processes."""
     parameters = list(run.task.module.parameters())
     stored = {id(tensor): tensor for tensor in run.task.module.state_dict(keep_vars=True).values()}.values()
     others = [p for model in run.task.other_models for p in model.parameters()]

@@ -1,4 +1,4 @@
-"""`draftsmith regenerate`: replace the answers of a corpus by responses of the target, from this engine or a server."""
+"""`draftsmith regenerate`: replace the answers in a corpus with responses of the target model."""
 
 import asyncio
 import os
@@ -37,18 +37,18 @@ from ..serving.client import check_client, open_client
 
 _RETRIES = 4
 _REACTION = 0.0005
-"""Seconds to wait after answers for the next questions, so that no row of the batch idles."""
+"""Seconds to wait for new questions after a response is finished, so that the batch stays full."""
 _MAX_CONSECUTIVE_FAILURES = 32
 _STOPPED = ("stop", "eos_token", "stop_sequence")  # the last two are from TGI
 
 
 def run_regenerate(recipe: RegenerateRecipe) -> RegenerationReport:
-    """Answer every conversation of the source that is not in `recipe.out`.
+    """Generate responses for all conversations of the source that are not in `recipe.out` yet.
 
     Failures are written to `<out>.errors.jsonl` and retried by the next run.
 
     Raises:
-        ConnectionError: The server does not answer, or too many questions fail in a row.
+        ConnectionError: The server does not respond, or too many consecutive requests fail.
     """
     if recipe.template != OWN:
         get_template(recipe.template)  # fails for a misspelt name before models are loaded
@@ -77,7 +77,7 @@ def _log_report(report: RegenerationReport, store: Store, seconds: float) -> Non
 
 
 def _settings(recipe: RegenerateRecipe) -> dict[str, Any]:
-    """Return everything that determines the answers."""
+    """Return all settings that affect the generated responses."""
     if recipe.server is not None:
         target: dict[str, Any] = {"server.model": recipe.server.model}
     else:
@@ -88,7 +88,7 @@ def _settings(recipe: RegenerateRecipe) -> dict[str, Any]:
 
 
 def _temperature(recipe: RegenerateRecipe, question: Question) -> float:
-    """Return the temperature at which a question is answered."""
+    """Return the sampling temperature for the response to a question."""
     return 1.0 if question.seed < recipe.sampled * SEEDS else recipe.temperature
 
 
@@ -99,7 +99,7 @@ def _read(recipe: RegenerateRecipe, report: CorpusReport | None = None) -> Itera
 
 
 def _count(recipe: RegenerateRecipe, store: Store, stopping: Callable[[], bool]) -> int:
-    """Return and log the number of conversations that are not answered yet."""
+    """Count the conversations that do not have a response yet, and log the number."""
     report, remaining = CorpusReport(), 0
     for key, _ in keyed(_read(recipe, report)):
         remaining += key not in store
@@ -127,7 +127,7 @@ async def _answer_all(
 
 
 class LocalTarget:
-    """Target that answers questions in this process, in batches with a random generator per row."""
+    """Target that generates responses in this process, in batches with a random generator for each sequence."""
 
     def __init__(self, recipe: RegenerateRecipe) -> None:
         target = str(recipe.target)
@@ -135,7 +135,7 @@ class LocalTarget:
         model = load_with_progress(target, dtype=recipe.dtype, device=device_of(recipe))
         self._template = get_template(recipe.template, self._tokenizer, recipe.template_options)
         self._prompt = prompt_renderer(self._template, self._tokenizer)
-        self._target = wrap_model(model, graphs=False, share=True)  # graphs have a fixed shape, but rows join and leave
+        self._target = wrap_model(model, graphs=False, share=True)  # graphs require a fixed batch size
         self._recipe = recipe
         self._sampling = Sampling(recipe.temperature, recipe.top_k, recipe.top_p)
         ends = end_ids(self._tokenizer, self._template, model.generation_config, recipe.stop)
@@ -151,7 +151,7 @@ class LocalTarget:
         self._decoding: asyncio.Task[None] | None = None
 
     async def answer(self, question: Question) -> Answer | Failure | None:
-        """Answer a question in a batch with concurrent questions."""
+        """Generate the response to a question, in a batch with other pending questions."""
         prompt = self._prompt(question.turns)
         if len(prompt) > self._longest:
             new = self._limits.max_new_tokens
@@ -195,7 +195,7 @@ class LocalTarget:
 
 
 class _Server:
-    """Client of an OpenAI-compatible server; `spaced` removes a leading space of answers."""
+    """Client for an OpenAI-compatible server. If `spaced`, one leading space is removed from each response."""
 
     def __init__(self, recipe: RegenerateRecipe, server: ServerSection, spaced: bool) -> None:
         openai = self._openai = check_client()
@@ -216,7 +216,7 @@ class _Server:
         self._consecutive_failures = 0
 
     async def answer(self, question: Question) -> Answer | Failure | None:
-        """Answer a question."""
+        """Request the response to a question from the server."""
         openai, url = self._openai, self._server.url
         messages = [{"role": turn.role, "content": turn.text} for turn in question.turns]
         temperature = _temperature(self._recipe, question)
@@ -247,7 +247,7 @@ class _Server:
         return outcome
 
     def _read(self, reply: bytes) -> Answer | Failure:
-        """Return the answer in a reply, or the reason why there is none."""
+        """Parse the body of an HTTP response. Return the generated answer, or the reason for a failure."""
         try:
             values = parse_json(reply.decode())
         except ValueError as error:
@@ -264,6 +264,6 @@ class _Server:
         return Answer(text.removeprefix(" ") if self._spaced else text, "length" if finish == "length" else "stop")
 
     def _one_line(self, message: object) -> str:
-        """Return a message in one line of limited length, without the key, which some servers repeat."""
+        """Format an error message on one line of at most 500 characters, without the API key."""
         text = str(message).replace(self._key, "…") if self._key else str(message)
         return redacted(" ".join(text.split()))[:500]

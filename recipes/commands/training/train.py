@@ -24,7 +24,7 @@ from ...session.terminal import log
 
 
 def run_train(recipe: TrainingRecipe) -> Path:
-    """Run a training recipe unless its artifact is complete, and return the directory of the artifact."""
+    """Run a training recipe unless its artifact is already complete, and return the artifact directory."""
     recipe, out = settle_precision(recipe), Path(recipe.out)
     accelerator = accelerator_for(recipe)
     with ExitStack() as stack:
@@ -51,7 +51,7 @@ def run_train(recipe: TrainingRecipe) -> Path:
 
 
 def make_run(recipe: DrafterRecipe | HeadsRecipe, accelerator: Any) -> Run:
-    """Load the models of a recipe, and prepare its data; raise ValueError if the recipe has a mistake."""
+    """Load the models of a recipe, and prepare its data; raise ValueError if the recipe is invalid."""
     parse_weights(recipe.objective)
     micro_steps(recipe.train.global_batch, recipe.train.micro_batch, accelerator.num_processes)
     if isinstance(recipe, HeadsRecipe):
@@ -64,9 +64,9 @@ def make_run(recipe: DrafterRecipe | HeadsRecipe, accelerator: Any) -> Run:
 
 
 def accelerator_for(recipe: TrainingRecipe) -> Any:
-    """Return the accelerator of the launched processes, with the recipe's precision and trackers.
+    """Create the `Accelerator` for the launched processes, with the recipe's precision and trackers.
 
-    Raises ValueError: A tracker is not installed, or the launch is not supported (see `make_accelerator`).
+    Raises ValueError if a tracker is not installed, or if the launch is not supported (see `make_accelerator`).
     """
     if isinstance(recipe, TableRecipe):
         return make_accelerator("no")

@@ -1,4 +1,4 @@
-"""Findings of `draftsmith doctor` on the terminal."""
+"""Terminal output of `draftsmith doctor` for target/drafter pairs."""
 
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
@@ -16,7 +16,7 @@ _STAGES = {"record": "training", "files": "saved artifact", "own": "on-policy", 
 
 
 def show_diagnosis(result: Mapping[str, Any], console: Console) -> None:
-    """Print the measured stages, the findings and the verdicts of a pair."""
+    """Print the measured stages, the findings and the engines' verdicts for a target/drafter pair."""
     if "stages" in result:
         _show_measured(result, console)
     show_findings(result["findings"], console)
@@ -29,7 +29,7 @@ def show_diagnosis(result: Mapping[str, Any], console: Console) -> None:
 
 
 def show_findings(findings: Sequence[Mapping[str, Any]], console: Console) -> None:
-    """Print a table of findings, faults first, and the advice of the measured ones."""
+    """Print a table of findings with remedies. Faults come first."""
     if not findings:
         console.print("no findings\n")
         return
