@@ -1,4 +1,4 @@
-"""Speculative decoding and its measurement. `method` returns a `custom_generate` callable for transformers."""
+"""Speculative decoding methods and their evaluation. `method` returns a `custom_generate` callable for transformers."""
 
 from __future__ import annotations
 

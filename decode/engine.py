@@ -1,4 +1,4 @@
-"""Decoding loop of all methods: propose, score, verify, commit. It operates on token ids and measures no time.
+"""Decoding loop of all methods, which operates on token ids: propose, score, verify, commit.
 
 Shape letters: B batch, N tree nodes, M nodes that have children, K depth, S buffer slots, V vocabulary, D hidden size,
 G size of a token's auxiliary hidden states, with or without the last hidden state.
@@ -27,11 +27,11 @@ PREFILL_TOKENS = 2048
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Conditions that end a row."""
+    """Stopping conditions of a sequence."""
 
     max_new_tokens: int = 128
     stop_ids: tuple[int, ...] = ()
-    """Tokens that end a row. The stop token itself is kept."""
+    """Ids of stop tokens, which end a sequence. The stop token is part of the output."""
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
@@ -58,14 +58,14 @@ class Proposal:
     draft_probs_BMV: Tensor | None = None
     """Distributions that the children of the first M nodes were sampled from, float32. None: deterministic tokens."""
     valid_BN: Tensor | None = None
-    """Mask of the nodes that hold a draft token, bool. None if all do."""
+    """Mask of the nodes that contain a draft token, bool. None if all nodes do."""
     draft_scores_BN: Tensor | None = None
-    """Log of the drafter's joint probability of the path to each node, float32."""
+    """Drafter's joint log-probability of the path to each node, float32."""
     chains: Chains | None = None
     levels: int = 0
-    """Number of levels to draw random numbers for, so that they do not depend on other rows. 0: the tree's depth."""
+    """Number of levels for which random numbers are drawn, independent of other rows. 0 means the tree's depth."""
     target_forwards: int = 0
-    """Number of target forwards that this proposal took."""
+    """Number of forward passes of the target that were needed to create this proposal."""
     by_path: bool = False
     """True to score each path of the tree as a separate row with a copy of the cache, instead of by tree attention."""
 
@@ -75,28 +75,27 @@ class Verdict:
     """Accepted path of a proposal and the next token."""
 
     path_BK: Tensor
-    """Nodes of the accepted path by depth, int64. Column i holds i + 1 if nothing is accepted at that depth."""
+    """Accepted node at each depth, int64. Column i contains i + 1 if no node is accepted at that depth."""
     accepted_B: Tensor
-    """Number of accepted columns of the path, int64."""
+    """Number of accepted draft tokens, int64."""
     next_B: Tensor
     """Token after the path, int64: a correction or a bonus token."""
     examined_B: Tensor | None = None
-    """Number of examined draft tokens, int64. None counts the earlier siblings of accepted nodes, and all last
-    children."""
+    """Number of draft tokens that were examined, int64. If None, it is computed from the path."""
     rejected_B: Tensor | None = None
-    """True if the path ended because no child was accepted, bool. None means True if the last node has children."""
+    """True for rows whose path ended with a rejection, bool. If None, it is computed from the path."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Result of one iteration on the host. All arrays have one entry per row."""
+    """Result of one decoding step, on the host. Each array contains one value for each row."""
 
     new_ids: list[list[int]]
-    """New tokens of each row. Empty for rows that had ended before."""
+    """New tokens of each row. Empty for rows that had already ended."""
     forwards: int
-    """Number of target forwards, including those that the proposal took."""
+    """Number of forward passes of the target, including those needed for the proposal."""
     nodes: int
-    """Number of tree nodes that the target scored per row."""
+    """Number of tree nodes that the target scored in each row."""
     active: np.ndarray
     """True for rows that had not ended before this step, bool."""
     accepted: np.ndarray
@@ -108,18 +107,18 @@ class Proposer(ABC):
     """Base class of proposers, which grow a token tree from the context."""
 
     gamma: int
-    """Maximum number of draft tokens of proposers of chains."""
+    """Maximum number of draft tokens per step, for proposers that draft chains."""
 
     def capacity(self, limits: Limits) -> tuple[int, int]:
-        """Return the size and reach of the largest proposal, by default for a chain.
+        """Return the maximum size and depth of a proposal. The default is for chains of `gamma` tokens.
 
         Returns:
-            Maximum number of nodes, including the root, and number of positions needed beyond the last kept token.
+            Maximum number of nodes, including the root, and number of positions needed beyond the last new token.
         """
         return self.gamma + 1, self.gamma
 
     def start(self, context: "Context") -> None:
-        """Read the prompts. `generate` calls this once, before the first proposal."""
+        """Prepare to decode the prompts of `context`. `generate` calls this once, before the first proposal."""
         return
 
     @abstractmethod
@@ -127,9 +126,9 @@ class Proposer(ABC):
         """Return the next tree, whose root is the last committed token of each row."""
 
     def prefetch(self, context: "Context", verdict: Verdict, hidden_BND: Tensor) -> tuple[Tensor, ...]:
-        """Return tensors that the next proposal needs on the host, computed from the hidden states of this tree.
+        """Compute the tensors that the next proposal needs on the host from the hidden states of this tree.
 
-        They are copied together with the verdict, as `Context.prefetched`. Profiles count this as commit.
+        They are copied to `Context.prefetched` together with the verdict. Profilers count this time as commit.
         """
         return ()
 
@@ -142,10 +141,10 @@ class Proposer(ABC):
         return
 
     def forwards(self, nodes: float) -> list[tuple[Any, int]]:
-        """Return the forwards that a proposal of `nodes` nodes takes for one row.
+        """Return the forward passes that are needed to propose a tree of `nodes` nodes for one row.
 
         Returns:
-            Model (None for the target) or heads, and number of tokens, of each forward. Empty by default.
+            Model (None for the target) or heads, and number of tokens, of each forward pass. Empty by default.
         """
         return []
 
@@ -160,17 +159,17 @@ class Verifier(ABC):
 
     @abstractmethod
     def verify(self, proposal: Proposal, target_BNV: Tensor, rng: Rng) -> Verdict:
-        """Return the verdict on a proposal.
+        """Select the accepted path of a proposal and the next token.
 
         Args:
             proposal: Scored token tree.
-            target_BNV: Scores of the target after each node, of the kind named by `score_type`.
-            rng: Random numbers of the batch.
+            target_BNV: Target scores of the next token after each node, of the kind that `score_type` specifies.
+            rng: Random number generators of the batch.
         """
 
 
 class Profile(Protocol):
-    """Protocol of profilers, which `generate` calls during a step."""
+    """Protocol of profilers. `generate` calls their methods during each step."""
 
     def start(self) -> None:
         """Mark the start of a step."""
@@ -180,7 +179,7 @@ class Profile(Protocol):
 
 
 class Context:
-    """Committed tokens of a batch, with the target's cache and states. `reach` is the result of `Proposer.capacity`."""
+    """Committed tokens, KV cache and hidden states of a batch. `reach` is the result of `Proposer.capacity`."""
 
     def __init__(
         self,
@@ -210,11 +209,11 @@ class Context:
         self.paths: list[list[int]] = []
         """Accepted nodes of each row in the last step."""
         self.chains: list[list[list[int]]] | None = None
-        """Nodes of the chains of the last proposal, [B, M, K]. None if it had no chains."""
+        """Nodes of each chain of the last proposal, [B, M, K]. None if the proposal has no chains."""
         self.proposed: list[tuple[list[int], list[int]]] = []
-        """Tokens and parents of the last proposal of each row."""
+        """Tokens and parents of the nodes of the last proposal, for each row."""
         self.prefetched: list[Any] = []
-        """Values that the proposer requested with `Proposer.prefetch`."""
+        """Host copies of the tensors that `Proposer.prefetch` returned."""
         self._stop_ids = frozenset(limits.stop_ids)
         self._last_node = 0  # last accepted node of the first row
         self.watch = Watch()
@@ -222,7 +221,7 @@ class Context:
         states_BTG = prefill(target, self.cache, self.ids_BS, self.lengths)
         self._hidden: tuple[Tensor, Verdict | None] = _last_states(states_BTG, self.lengths)[:, None], None
         self.aux_BSG: Tensor | None = None
-        """Auxiliary hidden states at each committed token but the root. None if the target returns none."""
+        """Auxiliary hidden states of all committed tokens except the root. None if the target does not return them."""
         if target.aux_layers:
             self.aux_BSG = states_BTG.new_zeros(len(ids), self.capacity, states_BTG.shape[2] - target.hidden_size)
             self.aux_BSG[:, : states_BTG.shape[1]] = states_BTG[:, :, : -target.hidden_size]
@@ -241,7 +240,7 @@ class Context:
         return self.last_ids(1)
 
     def aux_before(self, count: int) -> Tensor:
-        """Return the auxiliary hidden states [B, count, G] at the tokens that precede each of `last_ids(count)`."""
+        """Return auxiliary hidden states [B, count, G] of the token before each of the last `count` tokens."""
         assert self.aux_BSG is not None
         if len(self.lengths) == 1:
             return self.aux_BSG[:, self.lengths[0] - count - 1 : self.lengths[0] - 1]
@@ -250,14 +249,14 @@ class Context:
         return self.aux_BSG.gather(1, slots_BM1.expand(-1, -1, self.aux_BSG.shape[2]))
 
     def last_ids(self, count: int) -> Tensor:
-        """Return the last `count` committed tokens of each row, [B, count]. Each row must have that many."""
+        """Return the last `count` committed tokens of each row, [B, count]. Rows must have at least `count` tokens."""
         if len(self.lengths) == 1:
             return self.ids_BS[:, self.lengths[0] - count : self.lengths[0]]
         after_B1 = self.cache.lengths_B[:, None] + 1  # the cache does not hold the root
         return self.ids_BS.gather(1, after_B1 - count + torch.arange(count, device=self.ids_BS.device))
 
     def commit(self, proposal: Proposal, verdict: Verdict, hidden_BND: Tensor, prefetch: Sequence[Tensor] = ()) -> Step:
-        """Commit the accepted paths, with the only host synchronisation of a step, which also copies `prefetch`."""
+        """Commit the accepted paths and copy `prefetch` to the host, in the only host synchronisation of a step."""
         tree, depth = proposal.tree, verdict.path_BK.shape[1]
         chains_BMK = None if proposal.chains is None else proposal.chains.nodes_BMK
         optional = (proposal.valid_BN, verdict.examined_B, verdict.rejected_B, chains_BMK)
@@ -301,7 +300,7 @@ class Context:
         return Step(new_ids, forwards, nodes, active, *counts)
 
     def _append(self, row: int, ids: list[int]) -> list[int]:
-        """Write the new tokens of a row up to its stop token or limit, and return the tokens written."""
+        """Append new tokens to a row up to its stop token or length limit, and return the appended tokens."""
         if self.ended[row]:
             return []
         length = self.lengths[row]
@@ -317,7 +316,7 @@ class Context:
         return ids
 
     def _copy_to_device(self, lengths: list[int], count: int) -> None:
-        """Copy the `count` tokens after the former end of each row to the device. Rejected ones are never read."""
+        """Copy the `count` tokens that start at position `lengths[row]` of each row to the device."""
         slots = np.minimum(np.array(lengths)[:, None] + np.arange(count), self.capacity - 1)
         packed = torch.from_numpy(np.stack((slots, np.take_along_axis(self.host_ids_BS, slots, 1))))
         slots_BK1, new_BK1 = to_device(packed, self.ids_BS.device)
@@ -332,7 +331,8 @@ def hidden_after(verdict: Verdict, hidden_BND: Tensor, hidden_size: int) -> Tens
 
 
 def _count_examined(path: list[int], parents: list[int], valid: list[bool] | None) -> tuple[int, bool]:
-    """Return the number of examined draft tokens of a row and whether its path ended by a rejection (see `Verdict`)."""
+    """Count the examined draft tokens of a row, and return whether its path ended with a rejection."""
+    # Accepted nodes, their earlier siblings, and all children of the last node were examined.
     last_tried = dict(zip([0, *path], [*path, len(parents)], strict=True))  # last examined child by node
     end = path[-1] if path else 0
     examined, rejected = 0, False
@@ -344,9 +344,9 @@ def _count_examined(path: list[int], parents: list[int], valid: list[bool] | Non
 
 
 def prefill(model: LanguageModel, cache: KVCache, ids_BS: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Run all committed tokens but the last of each row, which becomes the root of the first tree.
+    """Run a model on all committed tokens except the last of each row, which becomes the root of the first tree.
 
-    Forwards of at most `PREFILL_TOKENS` tokens bound the memory of activations. Returns the result of `model.extend`.
+    Forward passes of at most `PREFILL_TOKENS` tokens limit activation memory. Returns hidden states as `model.extend`.
     """
     longest, width = max(lengths) - 1, model.hidden_size * (len(model.aux_layers) + 1)
     states = [torch.zeros(len(lengths), 0, width, dtype=model.dtype, device=model.device)]
@@ -360,7 +360,7 @@ def prefill(model: LanguageModel, cache: KVCache, ids_BS: Tensor, lengths: Seque
 
 
 def _last_states(states_BTG: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Return the states [B, G] of the last token that was run in each row (zeros for rows of one token)."""
+    """Return the hidden states [B, G] of the second to last token of each row (zeros for rows of one token)."""
     if not states_BTG.shape[1]:
         return states_BTG.new_zeros(len(lengths), states_BTG.shape[2])
     last_B = torch.tensor([max(length - 2, 0) for length in lengths], device=states_BTG.device)
@@ -385,11 +385,11 @@ def generate(
         target: Target model.
         proposer: Proposer of the method.
         verifier: Verifier of the method.
-        prompts: Token ids of each row. Encoder-decoders read them with the encoder.
-        limits: Conditions that end a row.
-        sampling: Warping of the distributions of target and drafter.
+        prompts: Token ids of each prompt. For encoder-decoders, these are the encoder inputs.
+        limits: Stopping conditions.
+        sampling: Temperature, top-k and top-p of target and drafter.
         rng: Random numbers, with one generator per row.
-        profile: Profiler of the steps.
+        profile: Profiler that is called during each step.
 
     Raises:
         ValueError: The batch or a prompt is empty, a token is outside the vocabulary, a prompt leaves too few positions
@@ -432,7 +432,7 @@ def decode_texts(
     sampling: Sampling,
     rng: Rng,
 ) -> list[list[int]]:
-    """Decode a batch of prompts and return the new tokens of each."""
+    """Decode a batch of prompts, and return the new tokens of each prompt."""
     texts = [list[int]() for _ in prompts]
     for step in generate(target, proposer, verifier, prompts, limits, sampling, rng):
         for text, new in zip(texts, step.new_ids, strict=True):

@@ -77,7 +77,7 @@ def _chain_verifier(verification: Chain) -> Verifier:
 
 @register("autoregressive")
 class Autoregressive(MethodConfig):
-    """No draft tokens."""
+    """Autoregressive decoding, without draft tokens."""
 
     def build(self, parts: Parts, sampling: Sampling) -> Method:
         return _exact(NoDraft(), sampling, Sample())
@@ -90,7 +90,7 @@ class _WithDrafter(MethodConfig):
 
 @register("speculative", ("drafter",))
 class Speculative(_WithDrafter):
-    """Chain from a drafter; with another tokenizer, its most likely text."""
+    """Chain of tokens from a draft model, converted through text if the tokenizers differ."""
 
     gamma: Annotated[int, _GAMMA] = 4
     verification: Annotated[Chain, _VERIFICATION] = "token"
@@ -109,7 +109,7 @@ def _chain(parts: Parts, gamma: int) -> DraftTree:
 
 @register("adaptive", ("drafter",))
 class Adaptive(_WithDrafter):
-    """Chain from a drafter whose length is chosen by a policy."""
+    """Chain of tokens from a draft model. A policy determines the length of the chain."""
 
     gamma: Annotated[int, _MAX_GAMMA] = 8
     policy: Annotated[
@@ -129,7 +129,7 @@ class Adaptive(_WithDrafter):
 
 @register("dynamic-tree", ("drafter",))
 class DynamicTreeConfig(_WithDrafter):
-    """Tree from a drafter, deep where it is confident and wide elsewhere (EAGLE-2)."""
+    """Tree of tokens from a draft model, deep if the model is confident and wide otherwise (EAGLE-2)."""
 
     max_nodes: Annotated[int, _MAX_NODES] = 6
     max_depth: Annotated[int, "maximum depth"] = 4
@@ -205,7 +205,7 @@ class SpecInfer(_WithDrafter):
 
 @register("unigram", ("table",))
 class Unigram(MethodConfig):
-    """Chain of the table's most frequent tokens."""
+    """Chain of the most frequent tokens of a table of counts."""
 
     gamma: Annotated[int, _GAMMA] = 2
 
@@ -219,7 +219,7 @@ class Unigram(MethodConfig):
 
 @register("bigram", ("table",))
 class Bigram(Unigram):
-    """Chain of the most frequent next tokens in the table."""
+    """Chain of the most frequent next tokens according to a bigram table."""
 
     prior: Annotated[float, "weight of the unigram distribution with `add_k: 0`"] = 1.0
     add_k: Annotated[float, _ADD_K] = 0.0
@@ -230,7 +230,7 @@ class Bigram(Unigram):
 
 @register("prompt-lookup")
 class PromptLookupConfig(MethodConfig):
-    """Continuation of the latest earlier match in the text (prompt lookup)."""
+    """Continuation of the latest earlier match of the last n-gram (prompt lookup)."""
 
     gamma: Annotated[int, _GAMMA] = 4
     max_ngram: Annotated[int, "longest n-gram to match"] = 3
@@ -279,7 +279,7 @@ class Suffix(_WithDrafter):
 
 @register("bpd", ("heads",))
 class BlockwiseParallel(MethodConfig):
-    """Chain of the heads' most likely tokens."""
+    """Chain of the most likely tokens of the prediction heads."""
 
     max_depth: Annotated[int | None, _ALL_HEADS] = None
 
@@ -293,7 +293,7 @@ _MEDUSA_TREE = "4x2x1x1"
 
 @register("medusa", ("heads",))
 class Medusa(MethodConfig):
-    """Fixed tree of the heads' candidates."""
+    """Fixed tree of candidate tokens from the prediction heads."""
 
     tree: Annotated[str, "candidates of a node by depth, paths such as `0, 1, 0.0, 0.2`, or `medusa-63`"] = _MEDUSA_TREE
     acceptance: Annotated[Literal["exact", "typical"], "rule above temperature 0"] = "exact"
@@ -315,7 +315,7 @@ class Medusa(MethodConfig):
 
 @register("slim-ss", ("heads", "table"))
 class SlimSS(MethodConfig):
-    """Most likely sequence of the heads' candidates by the table's posterior (SLiM)."""
+    """Most likely sequence of the heads' candidates, scored with a bigram table (SLiM)."""
 
     num_sequences: Annotated[int, "number of sequences"] = 1
     num_candidates: Annotated[int | str, "candidates of each head; different numbers such as 10x5x3"] = 10
@@ -382,7 +382,7 @@ class BigLittleDecoder(_WithDrafter):
 
 @register("relaxed-opt", ("drafter",), lossless=False)
 class RelaxedOptimal(_WithDrafter):
-    """Chain from a drafter, accepted more often than lossless verification does, with minimal bias."""
+    """Chain from a drafter. Lossy verification accepts more tokens, with minimal bias."""
 
     gamma: Annotated[int, _GAMMA] = 4
     epsilon: Annotated[float, "number added to the target's probability of a draft token"] = 0.1

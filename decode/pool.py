@@ -1,6 +1,6 @@
-"""Continuous batching: autoregressive decoding in which a finished row takes the next prompt at once.
+"""Continuous batching for autoregressive decoding: a row that finishes immediately receives the next prompt.
 
-A prompt that begins with the tokens in the cache of a free row, such as the next turn of a conversation, reuses them.
+If the cache of a free row contains a prefix of a prompt, such as earlier turns of a conversation, it is reused.
 Encoder-decoders are not supported.
 
 Shape letters: B rows that run, C rows with the same sampling, V vocabulary, D hidden.
@@ -25,12 +25,12 @@ _PREFILL = 512  # prompt tokens per forward
 
 @dataclass(slots=True)
 class _Row:
-    """State of a row of the cache, which holds the keys and values of all `ids` but the last."""
+    """Sequence in a row of the cache, which contains the keys and values of all `ids` except the last."""
 
     ids: list[int]
     sampling: Sampling
     ticket: int | None = None
-    """Ticket of the text in this row. None if the row is free."""
+    """Ticket of the prompt in this row. None if the row is free."""
     rng: Rng | None = None
     left: int = 0
     """Remaining number of new tokens."""
@@ -39,7 +39,7 @@ class _Row:
 
 
 class Pool:
-    """Decoder of a queue of prompts with `rows` rows. Each text equals that of `engine.generate` with `Rng([seed])`."""
+    """Decoder of a queue of prompts in `rows` rows. Outputs equal those of `engine.generate` with `Rng([seed])`."""
 
     def __init__(self, target: LanguageModel, rows: int, limits: Limits, sampling: Sampling) -> None:
         if rows < 1:
@@ -53,7 +53,7 @@ class Pool:
         self._watch = Watch()
 
     def add(self, prompt: Sequence[int], seed: int, sampling: Sampling | None = None) -> int:
-        """Queue a prompt and return the ticket of its text. `sampling` overrides that of the pool.
+        """Queue a prompt, and return the ticket that identifies its output. `sampling` overrides the default.
 
         Raises:
             ValueError: The prompt is empty or contains a token outside the vocabulary.
@@ -69,7 +69,7 @@ class Pool:
 
     @torch.inference_mode()
     def step(self) -> list[tuple[int, list[int]]]:
-        """Generate a token per row, and return the ticket and the new ids of each text that ended.
+        """Generate one token in each row, and return the ticket and the new tokens of each sequence that ended.
 
         Raises:
             ValueError: Logits are NaN or infinite.
@@ -113,7 +113,7 @@ class Pool:
             self._rows[index] = _Row(prompt, sampling, ticket, Rng([seed], self._target.device), new, len(prompt))
 
     def _read(self, index: int, prompt: list[int], start: int) -> None:
-        """Prefill the cache with all tokens of a prompt but the last. The first `start` are already cached."""
+        """Prefill a row of the cache with `prompt[start:-1]`. Earlier tokens are already cached."""
         needed = len(prompt) + self._limits.max_new_tokens
         if needed > self._cache.capacity:
             self._cache = self._cache.grown(max(needed, 2 * self._cache.capacity))
@@ -123,7 +123,7 @@ class Pool:
             self._target.extend(cache, torch.tensor([part]).to(self._target.device))
 
     def _compact_rows(self) -> int:
-        """Move running texts before free rows, and return their number."""
+        """Move rows in use before free rows, and return the number of rows in use."""
         running = [index for index, row in enumerate(self._rows) if row.ticket is not None]
         for free in range(len(running)):
             if self._rows[free].ticket is None:

@@ -34,7 +34,7 @@ class Method(NamedTuple):
 
 @dataclass(frozen=True)
 class Parts:
-    """Artifacts that a method may be built from, apart from the target."""
+    """Artifacts that decoding methods may require, in addition to the target."""
 
     drafter: LanguageModel | None = None
     heads: HeadModule | None = None
@@ -54,7 +54,7 @@ class MethodConfig:
     name: ClassVar[str]
     requires: ClassVar[tuple[Part, ...]] = ()
     lossless: ClassVar[bool] = True
-    """True if the output follows the target's distribution with all options."""
+    """True if the output follows the target's distribution for all values of the options."""
     greedy_only: ClassVar[bool] = False
     """True if the method searches for likely text, so that it ignores the temperature."""
 
@@ -146,7 +146,7 @@ def build_method(name: str, parts: Parts, sampling: Sampling, **options: Any) ->
 
 
 def method_variants() -> list[tuple[str, Options]]:
-    """Return every method with default options, then with each choice that needs more artifacts or makes it lossy."""
+    """Return each method with default options, and with each option that requires more artifacts or makes it lossy."""
     return [(name, options) for name in METHODS for options in ({}, *_choices_that_matter(name))]
 
 
@@ -159,7 +159,7 @@ def _choices_that_matter(name: str) -> list[Options]:
 
 
 def all_rows(parts: Container[str], temperature: float) -> list[tuple[str, Options]]:
-    """Return the method variants that these artifacts allow at this temperature, without those with a datastore."""
+    """Return the method variants that can run with these artifacts and temperature, except those with a datastore."""
     rows = [(name, options, method_config(name, options)) for name, options in method_variants()]
     return [
         (name, options)

@@ -64,8 +64,8 @@ def draw_many(probs_XV: Tensor, uniform_XC: Tensor) -> tuple[Tensor, Tensor]:
     """Draw independent tokens from each distribution, as `categorical` does.
 
     Returns:
-        Token ids [..., C], and the values searched for in the cumulative distribution. These are NaN if the
-        probabilities are, and then the last token is drawn, so that its id stays in the vocabulary.
+        Token ids [..., C], and the values that were looked up in the cumulative distribution. If the probabilities are
+        NaN, these values are NaN, and the last token of the vocabulary is drawn.
     """
     cdf_XV = probs_XV.cumsum(-1, dtype=torch.float64)
     value_XC = uniform_XC * cdf_XV[..., -1:]

@@ -31,7 +31,7 @@ class Tree:
 
     @classmethod
     def from_parents(cls, parents_BN: Tensor, max_depth: int, depth_BN: Tensor | None = None) -> "Tree":
-        """Return a tree with these parents. Depths are computed unless they are given."""
+        """Create a tree from the parent of each node. Depths are computed if `depth_BN` is None."""
         parent_BN = parents_BN.clamp(min=0)
         line = [torch.arange(parents_BN.shape[1], device=parents_BN.device).expand_as(parents_BN)]
         for _ in range(max_depth):
@@ -42,7 +42,7 @@ class Tree:
         return cls(parents_BN, depth_BN, line_BNP, max_depth)
 
     def grow(self, parents_BM: Tensor) -> "Tree":
-        """Return this tree with M more nodes as the next level, each below one of the deepest nodes of this tree."""
+        """Return a tree with M additional nodes as the next level. Their parents must be the deepest nodes."""
         rows, count = parents_BM.shape
         index_BM1 = torch.arange(self.nodes, self.nodes + count, device=parents_BM.device).expand(rows, -1)[..., None]
         wide_BNP = self.line_BNP.expand(rows, -1, -1)
@@ -83,10 +83,10 @@ class Tree:
 
     @cached_property
     def leaf_paths(self) -> tuple[Tensor, Tensor]:
-        """Return the paths of the first row, whose leaves must have the same depth.
+        """Return the path to each leaf of the first row. All leaves must have the same depth.
 
         Returns:
-            Nodes of the path of each leaf, [leaves, K + 1]; and the index of a leaf below each node, [N].
+            Nodes of the path to each leaf, [leaves, K + 1]; and the index of a leaf below each node, [N].
         """
         leaves_L = torch.nonzero(self.depth_BN[0] == self.max_depth)[:, 0]
         on_path_LN = self.ancestors_BNN[0, leaves_L]
@@ -107,10 +107,10 @@ class Tree:
 
     @cached_property
     def inner_children(self) -> tuple[Tensor, Tensor]:
-        """Return the children of the nodes of the first row that have any. These nodes must precede all leaves.
+        """Return the children of each inner node of the first row. Inner nodes must precede all leaves.
 
         Returns:
-            Children [M, C], int64, padded with 0; and a bool mask of those that exist.
+            Children [M, C], int64, padded with 0; and a bool mask that is False for padding.
         """
         is_child_NN = self.parents_BN[0] == torch.arange(self.nodes, device=self.parents_BN.device)[:, None]
         count_N = is_child_NN.sum(1)
@@ -126,7 +126,7 @@ class Tree:
 
     @cached_property
     def widths(self) -> list[int]:
-        """Return the largest number of children of a node of `inner_children`, by depth."""
+        """Return the maximum number of children of the first row's inner nodes at each depth."""
         count_M = self.inner_children[1].sum(1)
         depth_M = self.depth_BN[0, : len(count_M)]
         return [int(count_M[depth_M == depth].max()) for depth in range(self.max_depth)]
@@ -189,11 +189,11 @@ MEDUSA_63 = (
 
 
 def parse_tree(text: str) -> tuple[Tree, Tensor]:
-    """Parse a tree whose nodes take candidates by rank, given as a k-configuration or as a list of paths.
+    """Parse a tree of candidate ranks, given as a k-configuration or as a list of paths.
 
     A list such as `0, 1, 0.0, 0.2` names each node by the ranks on its path, as in Medusa's sparse trees: the first and
-    second candidate of the first head and, after the first, the first and third candidate of the second head. Prefixes
-    are added. `medusa-63` is the tree that Medusa published.
+    second candidate of the first head and, after the first, the first and third candidate of the second head. Missing
+    prefixes are added. `medusa-63` is the tree that Medusa published.
 
     Returns:
         The tree, and the rank of each node [N] (0 for the root).

@@ -14,7 +14,7 @@ _LOWEST = 1e-30  # with a lower temperature, logits leave the range of float32
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Warping of next-token distributions."""
+    """Sampling parameters: temperature, top-k and top-p."""
 
     temperature: float = 0.0
     """Divisor of the logits. 0 selects the most likely token."""

@@ -11,7 +11,7 @@ _MAY_CHANGE = {
 
 
 def micro_steps(global_batch: int, micro_batch: int, processes: int) -> int:
-    """Return the forward passes per process and step. Raises ValueError if `global_batch` cannot be split evenly."""
+    """Return the number of micro steps per process and step. Raises ValueError if it is not an integer."""
     step_blocks = micro_batch * processes
     if global_batch % step_blocks:
         raise ValueError(
@@ -22,7 +22,7 @@ def micro_steps(global_batch: int, micro_batch: int, processes: int) -> int:
 
 
 def _limited(default: Any, **limits: float) -> Any:
-    """Return a dataclass field with the limits `ge`, `gt` and `lt`, named as in pydantic, which recipes must meet."""
+    """Return a dataclass field with limits of its value (`ge`, `gt`, … as in pydantic), which recipes enforce."""
     return field(default=default, metadata=limits)
 
 
@@ -72,7 +72,7 @@ class FitConfig:
     """Evaluation metric that selects the best weights (higher is better). None keeps the last weights."""
 
     def resume_settings(self) -> dict[str, Any]:
-        """Return the settings that a resumed run must share. The others affect memory, speed or reports only."""
+        """Return the settings that must not change when a run resumes. Others affect only memory, speed or logs."""
         return {name: value for name, value in asdict(self).items() if name not in _MAY_CHANGE}
 
 
@@ -135,5 +135,5 @@ class Parallel:
     """Id of the mask token."""
 
     def shares(self) -> list[float]:
-        """Return the shares of the positions with a j-th mask token, for j from 1."""
+        """Return the share of positions that have a j-th mask token, for each j from 1."""
         return [max(self.keep_share**number, self.min_share) for number in range(1, self.tokens)]

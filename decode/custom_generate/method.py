@@ -1,6 +1,6 @@
 """Decoding methods for transformers: `model.generate(**inputs, custom_generate=method("speculative", drafter=...))`.
 
-`generate` prepares ids, mask, processors and criteria as usual. `request.py` interprets them.
+`generate` prepares the inputs, logits processors and stopping criteria as usual, and `request.py` converts them.
 
 Shape letters: B batch, T tokens with padding, V vocabulary, D hidden.
 """
@@ -84,7 +84,7 @@ def method(
 class CustomGenerate:
     """Decoding loop that `generate` calls instead of its own. Create it with `method`.
 
-    Sampling draws one number, its seed, from torch's generator of the target's device.
+    If sampling is enabled, each call draws its seed from torch's default generator of the target's device.
     """
 
     name: str
@@ -93,7 +93,7 @@ class CustomGenerate:
     heads: HeadModule | None
     table: BigramTable | None
     loaded_heads: bool
-    """True if the heads were loaded here, so that they follow the target's device and dtype."""
+    """True if the heads were loaded from files. They are then moved to the target's device and dtype."""
 
     def __call__(
         self,
@@ -106,7 +106,7 @@ class CustomGenerate:
         inputs_tensor: Tensor | None = None,
         **model_kwargs: Any,
     ) -> Any:
-        """Return ids [B, T + new], or an output with these `sequences`, as `generate` does.
+        """Generate token ids [B, T + new]. With `return_dict_in_generate`, they are returned in a `ModelOutput`.
 
         `input_ids` are prompts [B, T], padded on the left, or the start tokens of an encoder-decoder, whose source is
         `inputs_tensor`.
@@ -155,7 +155,7 @@ class CustomGenerate:
 
 
 class _Drafter:
-    """Drafter from the user: a model, or a source that is loaded here and then follows the target's device."""
+    """Draft model given by the user. If it is a folder or hub id, it is loaded and moved to the target's device."""
 
     def __init__(self, source: Any) -> None:
         source = getattr(source, "_orig_mod", source)  # unwrap torch.compile, since the engine has its own forwards
@@ -180,7 +180,7 @@ class _Drafter:
 
 
 def _read(folder: Path, load: Callable[[Path], Part], kind: str | None = None) -> Part:
-    """Load heads or a table from a folder. File hashes are checked if it is an artifact."""
+    """Load a drafter, heads or a table from a folder. File hashes are checked if the folder is an artifact."""
     if (folder / MANIFEST_FILE).is_file():
         return open_artifact(folder, load, kind)[1]
     return load(folder)
@@ -190,14 +190,14 @@ class _CachedTarget(NamedTuple):
     state: list[Any]
     states: str
     scorer: LanguageModel | None
-    """Wrapped model. None if it would keep the model alive, in which case it is wrapped again without checks."""
+    """Wrapped model, or None if caching it would keep the model alive. It is then wrapped again without checks."""
 
 
 _TARGETS: WeakKeyDictionary[PreTrainedModel, _CachedTarget] = WeakKeyDictionary()
 
 
 def _scorer(model: PreTrainedModel, what: str, states: str | None) -> LanguageModel:
-    """Return the wrapped model. It is wrapped again if its weights or the requested states (None: any) changed."""
+    """Wrap a model for decoding. A cached wrapper is reused unless the weights or the `states` (None: any) changed."""
     if model.training:
         raise ValueError(f"the {what} is in training mode, where dropout changes its output: call its eval() first")
     state = _state(model)
@@ -214,6 +214,6 @@ def _scorer(model: PreTrainedModel, what: str, states: str | None) -> LanguageMo
 
 
 def _state(model: PreTrainedModel) -> list[Any]:
-    """Return the storage, type and version of each weight, to detect changed weights."""
+    """Return the version, address and dtype of each weight, to detect changed weights."""
     versions = [0 if weight.is_inference() else weight._version for weight in model.parameters()]
     return [*versions, *((weight.data_ptr(), weight.dtype) for weight in model.parameters())]

@@ -1,4 +1,4 @@
-"""Conversion of the arguments of transformers' `generate` to those of the engine. Unsupported ones are rejected.
+"""Conversion of arguments of transformers' `generate` to arguments of the engine. Unsupported arguments raise errors.
 
 Shape letters: B batch, T tokens with padding.
 """
@@ -33,7 +33,7 @@ _GENERATE = inspect.unwrap(GenerationMixin.generate).__code__
 
 
 def recover_arguments(frame: Any) -> dict[str, Any]:
-    """Return arguments of the calling `generate` that it does not pass to a callable (transformers 5.17 to 5.23)."""
+    """Read arguments that `generate` does not pass to a callable from its frame (transformers 5.17 to 5.23)."""
     caller = frame.f_back if frame else None
     if caller is None or caller.f_code is not _GENERATE:
         return {}
@@ -45,9 +45,9 @@ def _refusal(what: str, instead: str) -> ValueError:
 
 
 def check_request(model: PreTrainedModel, config: Any, inputs: dict[str, Any]) -> None:
-    """Raise ValueError for settings and inputs that would change the output, and for outputs that are not supported.
+    """Raise ValueError if the engine does not support a setting, an input or the requested outputs.
 
-    `synced_gpus` and `assistant_model` are removed from `inputs`.
+    This also removes `synced_gpus` and `assistant_model` from `inputs`.
     """
     sharded = any(hasattr(weight, "ds_id") or hasattr(weight, "device_mesh") for weight in model.parameters())
     if inputs.pop("synced_gpus", None) or sharded:
@@ -73,7 +73,7 @@ def check_request(model: PreTrainedModel, config: Any, inputs: dict[str, Any]) -
 
 
 def read_sampling(processors: Sequence[Any], do_sample: bool) -> Sampling:
-    """Return the warping of the processors, or raise ValueError for others than those of `warpers.warp`."""
+    """Convert logits processors to a `Sampling`. Raise ValueError for all except temperature, top-k and top-p."""
     values: list[tuple[str, Any]] = []
     for processor in processors:
         kind = type(processor)
@@ -95,7 +95,7 @@ def read_sampling(processors: Sequence[Any], do_sample: bool) -> Sampling:
 def unpad_prompts(
     target: LanguageModel, model: PreTrainedModel, ids_BT: Tensor, source_BT: Tensor | None, inputs: dict[str, Any]
 ) -> list[list[int]]:
-    """Return each row without padding, or for an encoder-decoder its source. Raise ValueError for other inputs."""
+    """Remove padding from prompts or encoder inputs. Raise ValueError if an input is not supported."""
     mask_BT, positions_BT = inputs.get("attention_mask"), inputs.get("position_ids")
     has_source = model.config.is_encoder_decoder
     if has_source:
@@ -119,10 +119,10 @@ def unpad_prompts(
 
 
 class OutputWriter:
-    """Writer of committed tokens, one position of all rows at a time, as `generate` does.
+    """Writer of new tokens, which writes one position of all rows at a time, as `generate` does.
 
     Rows that have ended are padded if a criterion has an `eos_token_id`. Otherwise they continue until the last row
-    ends, as in `generate`. `ids_BT` (int64, CPU) holds prompts and output in its first `length` columns. Raises
+    ends, as in `generate`. `ids_BT` (int64, CPU) contains prompts and output in its first `length` columns. Raises
     ValueError if a criterion has an `eos_token_id` and there is no padding token.
     """
 
@@ -145,7 +145,7 @@ class OutputWriter:
         self._active = [True] * batch
 
     def add(self, new_ids: list[list[int]]) -> bool:
-        """Add the tokens that a step committed, and return whether any row continues."""
+        """Append the new tokens of a decoding step, and return whether any row is unfinished."""
         for waiting, new in zip(self._waiting, new_ids, strict=True):
             waiting.extend(new)
         rows = range(len(new_ids))

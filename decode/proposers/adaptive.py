@@ -1,6 +1,6 @@
-"""Chains whose length is chosen during drafting.
+"""Proposers of draft chains whose length is determined during drafting.
 
-The choice depends on distributions only and not on the token sampled from the last one, so that the output stays exact.
+Whether a token is drafted depends on its distribution but not on its sampled value, so the output remains exact.
 
 Shape letters: B batch, K depth, V vocabulary, D hidden.
 """
@@ -20,10 +20,10 @@ from .draft_state import DrafterProposer, DraftState
 
 
 class AdaptiveChain(DrafterProposer):
-    """Chain of at most `gamma` draft tokens that ends when the drafter's highest probability is below a threshold.
+    """Proposer of at most `gamma` draft tokens, which stops when the drafter's top probability is below a threshold.
 
-    Source: BiLD (arXiv 2302.07863). On a CPU drafting stops when all rows have ended. On other devices this would need
-    a synchronisation per token, so all tokens are drafted and those after the end of a row are masked.
+    Source: BiLD (arXiv 2302.07863). On a CPU, drafting stops when the chains of all rows have ended. On GPUs this would
+    need one synchronisation per token, so all tokens are drafted, and those after the end of a chain are masked.
     """
 
     def __init__(self, model: LanguageModel, gamma: int, confidence_threshold: float) -> None:
@@ -46,14 +46,14 @@ class AdaptiveChain(DrafterProposer):
         return proposal
 
     def _run(self, context: Context, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """Return the result of `_grow`, from a captured graph if the model has one."""
+        """Run `_grow`, in a captured graph if the model supports it."""
         grow = partial(self._grow, context.sampling)
         if not self.model.is_async:
             return grow(*inputs)
         return self._draft.run_captured(self._tree, (self._threshold, context.sampling), grow, *inputs)
 
     def _grow(self, sampling: Sampling, hidden_BD: Tensor, open_B: Tensor, *chances: Tensor) -> tuple[Tensor, ...]:
-        """Return confidence by level, tokens, their validity by row and, above temperature 0, their distributions."""
+        """Draft a chain. Return confidences, tokens, a mask of valid tokens and, above temperature 0, distributions."""
         stops = not self.model.is_async
         confidences, tokens, valid, probs = list[Tensor](), list[Tensor](), list[Tensor](), list[Tensor]()
         hidden_BMD = hidden_BD[:, None]
@@ -78,7 +78,7 @@ class AdaptiveChain(DrafterProposer):
         return results if sampling.greedy else (*results, torch.cat(probs or [draft_BMV[:, :0]], 1))
 
     def _continues(self, draft_BV: Tensor, confidence_B: Tensor, level: int) -> Tensor:
-        """Return which rows draft the token of this level, bool [B], given its warped distribution."""
+        """Return a bool mask [B] of the rows that draft a token at this level, given its warped distribution."""
         return confidence_B >= self._threshold
 
     def _after_draft(self, tokens_B1: Tensor, level: int) -> None:
@@ -90,15 +90,15 @@ class AdaptiveChain(DrafterProposer):
 
 
 class OracleChain(AdaptiveChain):
-    """Chain that continues while one more token raises the expected tokens per unit of time: an upper bound.
+    """Proposer with the optimal chain length for the true acceptance rates: an upper bound for adaptive drafting.
 
-    With acceptance rates β₁, β₂ … a chain of γ tokens yields 1 + Σ β₁⋯βᵢ tokens in 1 + cγ target forwards (arXiv
-    2211.17192, section 3.5). The true rates Σ min(p, q) are computed before a token is drafted. The forwards of target
-    and drafter that this takes are not counted among the proposal's forwards.
+    A chain of γ tokens with acceptance rates β₁, β₂ … yields 1 + Σ β₁⋯βᵢ tokens in the time of 1 + cγ target forwards
+    (arXiv 2211.17192, section 3.5), and grows while this ratio increases. The forwards that compute the true rates Σ
+    min(p, q) are not counted.
 
     Args:
-        draft_cost: c, the cost of a forward of the drafter, in forwards of the target.
-        token_cost: Cost of one more token in a forward of the target, in such forwards.
+        draft_cost: Cost c of a forward of the drafter, relative to a forward of the target.
+        token_cost: Cost of each additional token in a forward of the target, relative to a forward of one token.
     """
 
     def __init__(self, model: LanguageModel, gamma: int, draft_cost: float, token_cost: float) -> None:

@@ -1,4 +1,4 @@
-"""Beam search, which proposes the most likely of several sequences as one chain. Beams are tree nodes in the cache.
+"""Proposers that run a beam search and propose the best beam as a chain. Beams are stored as a tree in the cache.
 
 Shape letters: B batch, N tree nodes, M beams, V vocabulary, D hidden, X flattened.
 """
@@ -18,7 +18,7 @@ from .draft_state import DraftState, own_path
 class _Beam(Proposer):
     """Base class of proposers that propose the best beam as a chain.
 
-    `_nodes_BN` contains the index of each node of the chain in the tree of all beams, which the model's cache stores.
+    `_nodes_BN` maps the nodes of the chain to nodes of the tree of all beams, which is stored in the model's cache.
     """
 
     _state: DraftState
@@ -32,10 +32,10 @@ class _Beam(Proposer):
 
 
 class DraftBeam(_Beam):
-    """Chain of the most likely sequence of a drafter's beam (beam sampling, arXiv 2407.09722, Algorithm 1).
+    """Proposer of the most likely sequence of a beam search with the drafter (arXiv 2407.09722, Algorithm 1).
 
-    Each level samples its beams without replacement in proportion to the warped joint probability. At temperature 0
-    this is instead a deterministic beam search over unwarped probabilities, and the token after the path is the
+    At each level, beams are sampled without replacement in proportion to their warped joint probabilities. At
+    temperature 0, the beam search is deterministic and uses unwarped probabilities, and the token after the path is the
     target's most likely one. The paper uses temperature 1, top-k 20 and top-p 0.9 (appendix D).
     """
 
@@ -55,11 +55,11 @@ class DraftBeam(_Beam):
 
 
 class TargetBeam(_Beam):
-    """Beam search over the target for `gamma` tokens per step, or for all new tokens if `gamma` is 0.
+    """Beam search with the target for `gamma` tokens per step, or for all new tokens if `gamma` is 0.
 
-    This is multi-token joint greedy decoding (arXiv 2407.09722, definition 3.1). Beams that have ended keep their
-    likelihood. A step takes γ forwards of the target and one more that fills the cache, so this is a reference for
-    quality.
+    This is multi-token joint greedy decoding (arXiv 2407.09722, definition 3.1). The likelihood of beams that have
+    ended does not change. A step takes γ + 1 forwards of the target, so this method is a reference for quality, not for
+    speed.
     """
 
     def __init__(self, gamma: int, num_beams: int) -> None:
@@ -86,7 +86,7 @@ class TargetBeam(_Beam):
 def best_beam(
     state: DraftState, context: Context, gamma: int, beams: int, stop_ids: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return tokens, joint log-probabilities and nodes of the most likely of `beams` sequences, [B, gamma + 1] each.
+    """Run a beam search. Return tokens, joint log-probabilities and nodes of the best beam, [B, gamma + 1] each.
 
     A beam whose last token is in `stop_ids` has ended: it repeats that token with an unchanged score.
     """
@@ -124,14 +124,14 @@ def best_beam(
 
 
 def _joint(logits_BMV: Tensor, scores_BM: Tensor, sampling: Sampling) -> Tensor:
-    """Return the joint log-probability of every continuation of every beam (unwarped at temperature 0)."""
+    """Return the joint log-probabilities of all continuations of each beam (unwarped at temperature 0)."""
     if sampling.greedy:
         return logits_BMV.float().log_softmax(-1) + scores_BM[..., None]
     return warp(logits_BMV, sampling).log() + scores_BM[..., None]
 
 
 def _pick(joint_BX: Tensor, beams: int, context: Context) -> tuple[Tensor, Tensor]:
-    """Return scores and indices of the next beams: the most likely continuations, or samples without replacement."""
+    """Return scores and indices of the next beams: the best ones at temperature 0, else samples without replacement."""
     beams = min(beams, joint_BX.shape[1])
     if context.sampling.greedy:
         top = joint_BX.topk(beams, 1)

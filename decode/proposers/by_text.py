@@ -1,4 +1,4 @@
-"""Drafting with another tokenizer: the drafter's text is retokenised for the target.
+"""Drafting with a draft model that has another tokenizer: its text is retokenised for the target.
 
 String-level matching is exact at every temperature, because the draft is deterministic. `Translation` handles ids only;
 `checkpoints/pairs/by_text.py` builds it from two tokenizers.
@@ -22,9 +22,9 @@ _SLOTS = 4
 
 
 class TextChain(Proposer):
-    """Chain of at most `gamma` target tokens, from the text of the drafter's `gamma` most likely tokens.
+    """Proposer of at most `gamma` target tokens, converted from `gamma` tokens that the drafter generates greedily.
 
-    A row whose text exceeds the drafter's positions or cache stops drafting.
+    No tokens are drafted for a row whose text exceeds the drafter's positions or cache.
     """
 
     def __init__(self, drafter: LanguageModel, gamma: int) -> None:
@@ -76,7 +76,7 @@ class TextChain(Proposer):
         return proposal
 
     def _run_drafter(self, context: Context, rows: list[list[int]]) -> list[list[int]]:
-        """Return the tokens that the drafter generates greedily after each row, once it has read the new tokens."""
+        """Run the drafter on the new tokens of each row, and return the `gamma` tokens that it generates greedily."""
         # The last token is always read. Others are skipped while they equal those in the cache.
         pairs = zip(rows, self._read, strict=True)
         shared = [min(len(row) - 1, common_prefix(row, cached)) for row, cached in pairs]

@@ -20,7 +20,7 @@ from .draft_state import DraftState
 
 
 class DraftChains(Proposer):
-    """Tree of `num_drafts` independent chains of `gamma` tokens from each model, with shared prefixes merged.
+    """Proposer that merges `num_drafts` independent chains of `gamma` tokens of each draft model into a tree.
 
     At temperature 0 each model drafts one greedy chain, because all its chains would be equal.
     """
@@ -53,7 +53,7 @@ class DraftChains(Proposer):
         return proposal
 
     def _draft(self, state: DraftState, context: Context, source: str) -> tuple[Tensor, Tensor]:
-        """Return the tokens [B, M, K] of one model's chains and their distributions (empty at temperature 0)."""
+        """Draft the chains of one model. Return tokens [B, M, K] and their distributions (empty at temperature 0)."""
         hidden_BMD = state.read_root(context)[:, None]
         tokens, probs, count = [], [], self.num_drafts
         for level in range(self.gamma):
@@ -94,9 +94,9 @@ class DraftChains(Proposer):
 
 
 def merge_chains(tokens_BMK: Tensor) -> tuple[Tree, Tensor]:
-    """Return the tree of M chains with common prefixes merged, and the node of the k-th token of each chain, [B, M, K].
+    """Merge M chains into a tree. Return the tree, and the node of each token of each chain, [B, M, K].
 
-    Smaller trees of the batch are padded with parent -1. On GPUs all trees are padded to M K + 1 nodes.
+    Common prefixes share nodes. Smaller trees are padded with parent -1 (on GPUs, all trees to M K + 1 nodes).
     """
     rows, chains, depth = tokens_BMK.shape
     device = tokens_BMK.device

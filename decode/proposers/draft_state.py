@@ -1,7 +1,7 @@
-"""Key-value cache of a drafter, kept in step with the committed tokens.
+"""Key-value cache of a drafter, synchronised with the committed tokens.
 
-Drafters that read the target's hidden states (EAGLE) skip the first token, which has no preceding state. Their token j
-occupies slot j − 1, and draft tokens are read again when the target's states are available.
+Drafters that use the target's hidden states (EAGLE) skip the first token, because no hidden state precedes it. Their
+token j is stored in slot j − 1. Accepted draft tokens are run again with the target's hidden states.
 
 Shape letters: B batch, M new nodes, N nodes that were run, K depth, D hidden, V vocabulary.
 """
@@ -18,15 +18,13 @@ from ..tree import Tree
 
 
 class DraftState:
-    """State of a drafter, which grows its own tree after the committed tokens.
+    """Cache of a drafter, which stores the committed tokens and the drafter's own token tree after them.
 
-    Node i of the tree lies `i` slots after the root, as in the target's cache. Committed tokens that were not read yet
-    are read first.
+    Node i of the tree is stored `i` slots after the root, as in the target's cache.
 
     Raises:
-        ValueError: The drafter has another vocabulary, device or first token than the target, too few positions, or
-            reads hidden states that the target does not return; or a prompt has one token and the drafter reads hidden
-            states.
+        ValueError: Drafter and target differ in vocabulary, device or start token, the drafter has too few positions,
+            or it requires hidden states that the target does not return or that a prompt of one token does not have.
     """
 
     def __init__(self, model: LanguageModel, context: Context, max_nodes: int, max_depth: int) -> None:
@@ -58,7 +56,7 @@ class DraftState:
         self._levels = 0
 
     def _prefill_aux(self, context: Context, required: tuple[int, ...]) -> None:
-        """Run the prompts through a drafter that reads the target's hidden states."""
+        """Prefill the cache of a drafter that uses the target's hidden states."""
         if context.aux_BSG is None or context.target.aux_layers != required:
             raise ValueError(
                 f"the drafter reads the target's layers {required}, but it returns {context.target.aux_layers}: "
@@ -75,11 +73,11 @@ class DraftState:
             self.model.extend_with_aux(states_BTD, self.cache, context.ids_BS[:, 1 : longest - 1])
 
     def read_root(self, context: Context) -> Tensor:
-        """Read the tokens committed since the last proposal and return the hidden state [B, D] of the root."""
+        """Run the drafter on the tokens committed since the last proposal. Return the root's hidden state [B, D]."""
         return self.read_with(context)[:, 0]
 
     def read_with(self, context: Context, extra_BM: Tensor | None = None) -> Tensor:
-        """Read the committed tokens and `extra_BM` (not kept). Return hidden states [B, 1 + M, D] from the root."""
+        """Run the drafter on new committed tokens and `extra_BM`. Return states [B, 1 + M, D] from the root on."""
         # All rows read equally many tokens. Rows with fewer new tokens read some again, with the same result; rows that
         # are too short start at 0, and what they read after their end is ignored.
         pending = max(length - length_read for length, length_read in zip(context.lengths, self._read, strict=True))
@@ -110,7 +108,7 @@ class DraftState:
         return hidden_BMD
 
     def grow(self, tokens_BM: Tensor, tree: Tree, start: int) -> Tensor:
-        """Run nodes start to start + M - 1, all of one level. Return their hidden states [B, M, D]."""
+        """Run the drafter on nodes start to start + M - 1 of one level. Return their hidden states [B, M, D]."""
         self._levels += 1
         if not self._lag:
             return self.model.extend(self.cache, tokens_BM, tree, start)
@@ -123,7 +121,7 @@ class DraftState:
     def run_captured(
         self, tree: Tree, key: Hashable, run: Callable[..., tuple[Tensor, ...]], hidden_BD: Tensor, *inputs: Tensor
     ) -> tuple[Tensor, ...]:
-        """Call `LanguageModel.run_captured` with the root's hidden state as the first input; `run` grows this tree."""
+        """Call `LanguageModel.run_captured` with the root's hidden state as the first input. `run` must grow `tree`."""
 
         def run_tree(hidden_BD: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
             self._states_BND = hidden_BD[:, None]
@@ -134,9 +132,9 @@ class DraftState:
         return outputs
 
     def keep(self, context: Context, accepted: Sequence[int] | None = None, own_path_BK: Tensor | None = None) -> None:
-        """Keep at most `accepted` nodes of each row (None: all) that were run.
+        """Keep the first `accepted` nodes (None: all) of each row's accepted path in the cache.
 
-        `own_path_BK` is the path in the drafter's own numbering, or None if the nodes need not be moved.
+        `own_path_BK` is this path as nodes of the drafter's tree, or None if the nodes need not be moved.
         """
         if self._lag:
             self._read = [root + 2 for root in self.cache.lengths]
@@ -151,7 +149,7 @@ class DraftState:
 
 
 class DrafterProposer(Proposer):
-    """Base class of proposers that draft at most `gamma` levels with one model and its cache."""
+    """Base class of proposers that draft at most `gamma` levels with one draft model."""
 
     model: LanguageModel
     _draft: DraftState
@@ -169,8 +167,8 @@ class DrafterProposer(Proposer):
 def own_path(nodes_BN: Tensor, path_BK: Tensor, accepted_B: Tensor) -> Tensor:
     """Convert the accepted path of a verdict from nodes of the proposal to nodes of the drafter's tree.
 
-    `nodes_BN` maps nodes of the proposal to nodes of the drafter's tree. Rejected columns of the returned path [B, K]
-    contain their own number, as `KVCache.move_to_front` requires.
+    `nodes_BN` maps nodes of the proposal to nodes of the drafter's tree. In the returned path [B, K], a rejected column
+    i contains i + 1, as `KVCache.move_to_front` requires.
     """
     position_K = torch.arange(1, path_BK.shape[1] + 1, device=path_BK.device)
     valid_BK = path_BK.clamp(max=nodes_BN.shape[1] - 1)

@@ -1,4 +1,4 @@
-"""Trees and chains of one draft model, and the empty draft of autoregressive decoding.
+"""Proposers of trees and chains from one draft model, and the proposer of autoregressive decoding.
 
 Shape letters: B batch, N tree nodes, M nodes of a level, C candidates, K depth, V vocabulary, R vocabulary of the
 drafter, D hidden.
@@ -23,7 +23,7 @@ from .draft_state import DrafterProposer
 
 
 class NoDraft(Proposer):
-    """Proposer of the root without draft tokens (autoregressive decoding)."""
+    """Proposer of autoregressive decoding, whose trees contain only the root."""
 
     def capacity(self, limits: Limits) -> tuple[int, int]:
         return 1, 0
@@ -36,18 +36,18 @@ class NoDraft(Proposer):
 
 
 _MIN_SAMPLED_PROB = 1e-30
-"""Probability below which tokens are never sampled without replacement."""
+"""Minimum probability of a token in sampling without replacement. Less likely tokens are never sampled."""
 
 
 class DraftTree(DrafterProposer):
-    """Tree of candidates sampled from a draft model, with `branching[i]` children for each node of depth i.
+    """Proposer of a tree sampled from a draft model, in which nodes of depth i have `branching[i]` children.
 
     With replacement, the candidates of a node are independent; without, they are sampled in order (arXiv 2401.06706,
     sections 3.1 and 3.2). At temperature 0 both take the drafter's most likely tokens. With `by_path` the target scores
     each path as a separate row, without tree attention (section 3.3).
 
     Raises:
-        ValueError: A level has no candidates or, at the start of decoding, more than the drafter has tokens.
+        ValueError: A level has no candidates, or more candidates than the drafter's vocabulary.
     """
 
     def __init__(
@@ -99,9 +99,9 @@ class DraftTree(DrafterProposer):
         return chances
 
     def _grow(self, sampling: Sampling, hidden_BD: Tensor, *chances: Tensor) -> tuple[Tensor, ...]:
-        """Return the draft tokens of all levels and the values that are checked for NaN.
+        """Draft the tokens of all levels. Return the tokens, and the values to check for NaN.
 
-        Above temperature 0, their distributions follow and, if some nodes may be missing, the mask of those that exist.
+        Above temperature 0, also return the distributions and, if nodes may be missing, a mask of existing nodes.
         """
         hidden_BMD, first = hidden_BD[:, None], 1
         levels = list[tuple[Tensor, ...]]()
@@ -125,7 +125,7 @@ class DraftTree(DrafterProposer):
         return tokens_BN1, watched_BN, *more
 
     def _draw(self, probs_BMR: Tensor, chance_BMX: Tensor, width: int) -> tuple[Tensor, ...]:
-        """Sample the candidates of the nodes of a level. The result has the same parts as that of `_grow`."""
+        """Sample candidates for each node of a level. Return the same values as `_grow`, for this level only."""
         if self.replacement or width == 1:
             token_BMC, value_BMC = draw_many(probs_BMR, chance_BMX)
             outputs = token_BMC.flatten(1), value_BMC[..., 0], probs_BMR
@@ -149,7 +149,7 @@ class DraftTree(DrafterProposer):
 
 
 class ParallelChain(DrafterProposer):
-    """Chain of `gamma` tokens from one forward of a drafter that was trained for parallel drafting with mask tokens.
+    """Proposer of `gamma` tokens from one forward of a drafter that was trained for parallel drafting.
 
     Each token is sampled independently of the others, so the usual chain verifiers apply. Source: PARD (An et al. 2025,
     arXiv 2504.18583), with the token layout of vLLM 0.32.

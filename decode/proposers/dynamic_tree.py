@@ -1,8 +1,8 @@
 """Dynamic draft trees, which are deep where the drafter is confident and wide elsewhere.
 
-Source: EAGLE-2 (Li et al. 2024, arXiv 2406.16858), sections 3.1 and 3.2. Levels grow from the nodes of the highest
-joint probability, and the best of all nodes are scored. Proposals are a deterministic function of the committed tokens,
-so `SampleAndMatch` is exact.
+Source: EAGLE-2 (Li et al. 2024, arXiv 2406.16858), sections 3.1 and 3.2. Each level extends the nodes with the highest
+joint probabilities, and the target scores the best nodes. Proposals are a deterministic function of the committed
+tokens, so `SampleAndMatch` is exact.
 
 Shape letters: B batch, T known nodes, S nodes of the suffix tree, A nodes of a level that were run, W candidates of a
 node, X candidates of a level, N best nodes, D hidden, R vocabulary of the drafter.
@@ -40,17 +40,17 @@ class _Nodes(NamedTuple):
 
 
 class DynamicTree(DrafterProposer):
-    """Tree of the most likely continuations by a drafter's joint probability.
+    """Proposer of a tree of the continuations with the highest joint probability under the drafter.
 
-    Each level grows from the best `width` nodes of the previous one, with `width` candidates each. On a CPU, levels
-    that no row needs are skipped. On a GPU all levels are drafted, because skipping would need a synchronisation.
+    Each level extends the best `width` nodes of the previous level with `width` candidates each. On a CPU, levels that
+    no row needs are skipped. On a GPU, all levels are drafted, because skipping would need a synchronisation.
 
     Args:
         max_nodes: Maximum number of nodes, without the root.
         max_depth: Number of levels that are drafted.
         min_prob: Minimum joint probability of a node.
-        suffix: Source of further nodes. The probability of a token is the larger of both sources.
-        confidence_threshold: Nothing is drafted after a node for which `suffix` has a continuation at least as likely.
+        suffix: Suffix tree that adds further nodes. The probability of a token is the maximum of both sources.
+        confidence_threshold: The drafter skips nodes for which `suffix` has a continuation at least as likely as this.
 
     Raises:
         ValueError: A probability is out of range or, at the start of decoding, `width` exceeds the drafter's
@@ -120,7 +120,7 @@ class DynamicTree(DrafterProposer):
         return Proposal(tree, all_BN, levels=self._levels)
 
     def _suffix_nodes(self, context: Context) -> tuple[_Nodes, np.ndarray]:
-        """Return the root with the nodes of the suffix tree, and the mask of rows that need the drafter."""
+        """Return the root and the nodes of the suffix tree, and a mask of the rows that need the drafter."""
         rows, device = range(len(context.lengths)), self.model.device
         if self.suffix is None:
             return self._root, ~np.array(context.ended)
@@ -142,7 +142,7 @@ class DynamicTree(DrafterProposer):
     def _draft_levels(
         self, sampling: Sampling, hidden_BD: Tensor, open_B: Tensor, *fields: Tensor
     ) -> tuple[Tensor, ...]:
-        """Return the confidence after each node that was run, followed by the result of `_best` for all candidates."""
+        """Draft all levels. Return the top probability after each node, followed by the result of `_best`."""
         nodes, stops, num_suffix = _Nodes(*fields), not self.model.is_async, fields[0].shape[1]
         hidden_BAD, tree, watched = hidden_BD[:, None], Tree.chain(0).to(hidden_BD.device), list[Tensor]()
         parent_BA, share_BA = torch.zeros_like(open_B, dtype=torch.int64)[:, None], open_B[:, None].float()
@@ -175,7 +175,7 @@ class DynamicTree(DrafterProposer):
     def _add(
         self, nodes: _Nodes, num_suffix: int, depth: int, parent_BA: Tensor, tokens_BAW: Tensor, joint_BAW: Tensor
     ) -> _Nodes:
-        """Add the candidates of a level. Those among the first `num_suffix` nodes only raise their probability."""
+        """Add the candidates of a level. Candidates that are suffix nodes only raise the probability of these nodes."""
         tokens_BX, joint_BX = tokens_BAW.flatten(1), joint_BAW.flatten(1)
         parents_BX = parent_BA[..., None].expand_as(tokens_BAW).flatten(1)
         if num_suffix > 1:
@@ -190,10 +190,10 @@ class DynamicTree(DrafterProposer):
     def _next_level(
         self, nodes: _Nodes, num_suffix: int, parent_BA: Tensor, share_BA: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Select at most `width` of the best nodes below the previous level.
+        """Select the best children of the nodes of the previous level, at most `width`.
 
-        Returns their numbers, joint probabilities (0 to draft nothing) and parents' positions in that level, [B, A]
-        each.
+        Returns their node numbers, their joint probabilities (0 if they are not extended), and the positions of their
+        parents in the previous level, [B, A] each.
         """
         order_BN = self._order(nodes)
         parents_BN = nodes.parents_BT.gather(1, order_BN)
@@ -208,11 +208,11 @@ class DynamicTree(DrafterProposer):
         return parent_BA, share_BA, under_BNA.int().argmax(2).gather(1, first_BA)
 
     def _order(self, nodes: _Nodes) -> Tensor:
-        """Return the root and the best nodes [B, N] in descending order. Parents precede equally likely children."""
+        """Return root and best nodes as numbers [B, N] by descending probability. Parents precede children."""
         return nodes.joint_BT.sort(dim=1, descending=True, stable=True).indices[:, : 1 + self.max_nodes]
 
     def _best(self, nodes: _Nodes) -> tuple[Tensor, Tensor, Tensor]:
-        """Return tokens, parents and depths of the best nodes, whose parents are among them, [B, N] each."""
+        """Return tokens, parents and depths of the best nodes, [B, N] each. The parents are also best nodes."""
         order_BN, total = self._order(nodes), nodes.joint_BT.shape[1]
         exists_BN = nodes.joint_BT.gather(1, order_BN) > 0
         numbers_BN = torch.where(exists_BN, order_BN, total).sort(1).values
@@ -232,5 +232,5 @@ class DynamicTree(DrafterProposer):
             self.suffix.commit(context, proposal, verdict)
 
     def forwards(self, nodes: float) -> list[tuple[Any, int]]:
-        """Return the forwards of the last proposal, since their number does not follow from `nodes`."""
+        """Return the forwards of the last proposal, because `nodes` does not determine their number."""
         return [(self.model, count) for count in self._ran]

@@ -30,13 +30,12 @@ class HeadModule(Protocol):
 
 
 class HeadTree(Proposer):
-    """Fixed tree (see `tree.parse_tree`) in which each node holds the candidate of a given rank of its depth's head.
+    """Proposer of a fixed tree, given by candidate ranks (see `tree.parse_tree`). Depth k uses candidates of head k.
 
     Source: Medusa (arXiv 2401.10774). With one candidate per level this is blockwise parallel decoding.
 
     Raises:
-        ValueError: The tree does not parse or is deeper than the heads or, at the start, the heads do not fit the
-            target.
+        ValueError: The tree is invalid, or deeper than the number of heads, or the heads do not fit the target.
     """
 
     def __init__(self, heads: HeadModule, shape: str) -> None:
@@ -72,7 +71,7 @@ class HeadTree(Proposer):
 
 
 class PrunedHeadTree(Proposer):
-    """Tree of the sequences with the highest posterior among the heads' candidates.
+    """Proposer of a tree of the sequences of the heads' candidates that have the highest posterior.
 
     Source: Lin et al., SLiM, Findings of NAACL 2024, eq. 2 and 3.
 
@@ -81,13 +80,13 @@ class PrunedHeadTree(Proposer):
 
     Args:
         num_candidates: Number of candidates of each head.
-        unseen_correlation: r of pairs that the table does not contain. Not used with `add_k`, which gives each of them
-            an r. The paper uses 0 (eq. 5), which excludes such pairs.
-        lengths: "full": sequences of all heads compete, as in eq. 2 and Algorithm 1. "all": their prefixes compete too
-            (appendix C and section 4.3); a longer one wins only if r exceeds 1.
+        unseen_correlation: Value of r for pairs that are not in the table. Ignored if `add_k` is set. The paper uses 0
+            (eq. 5), which excludes these pairs.
+        lengths: "full" selects among sequences of all heads, as in eq. 2 and Algorithm 1. "all" also includes their
+            prefixes (appendix C, section 4.3), which have a higher posterior unless r exceeds 1.
         add_k: Number added to each count of the table before r is computed.
-        min_prob: Posterior that a sequence must exceed, so that the tree is small where the heads are not confident (as
-            in EAGLE-2, arXiv 2406.16858). With 0 all sequences compete.
+        min_prob: Minimum posterior of a sequence (exclusive), which keeps the tree small if the heads are not confident
+            (as in EAGLE-2, arXiv 2406.16858). 0 disables the limit.
 
     Raises:
         ValueError: A setting is out of range or, at the start of decoding, heads or table belong to another target.
@@ -173,7 +172,7 @@ class PrunedHeadTree(Proposer):
 
 
 def states_of(heads: Any) -> str:
-    """Return the kind of hidden states that heads read. For None and by default these are "after-norm"."""
+    """Return the kind of hidden states that the heads take as input. The default, also for None, is "after-norm"."""
     return getattr(heads, "states", "after-norm")
 
 
@@ -194,10 +193,10 @@ def attach_projection(heads: Any, model: PreTrainedModel, device: torch.device) 
 
 
 def check_heads(heads: HeadModule, context: Context) -> None:
-    """Check that heads fit the target, and make them use its matrix products.
+    """Check that the heads fit the target, and set the implementation of their matrix products.
 
     Raises:
-        ValueError: The heads have another vocabulary or hidden size, or read other hidden states.
+        ValueError: The heads have another vocabulary or hidden size, or take other hidden states as input.
     """
     if hasattr(heads, "vocab_size"):
         check_same_vocabulary(context.target, heads, "module of prediction heads")

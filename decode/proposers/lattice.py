@@ -16,29 +16,29 @@ class _Level:
     """Views of the buffers that one level of the search reads and writes."""
 
     scores_B1CR: Tensor
-    """Scores of the paths of the previous level, by their last candidate."""
+    """Scores of the paths of the previous level, grouped by their last candidate."""
     longer_BCCR: Tensor
-    """Scores of these paths after extension, [B, C to, C from, R]."""
+    """Scores of these paths after extension by each candidate, [B, C to, C from, R]."""
     best: tuple[Tensor, Tensor] | None
-    """Outputs for the scores and indices of the best paths, [B, C, W] each. None if all are kept."""
+    """Output buffers of scores and indices of the best paths, [B, C, W] each. None if all paths are kept."""
     offset: int
-    """Number of the first path of the previous level."""
+    """Index of the first path of the previous level."""
 
 
 class Lattice:
     """Search for the `num_paths` best paths among those of all lengths 1..K, merged into a tree by their prefixes.
 
     The score of a path is the sum of the scores of its edges (SLiM, Lin et al. 2024, eq. 3, in logarithms). Each level
-    keeps the best `num_paths` paths into each candidate. The prefix of a best path is among the best into its own
-    candidate, so the result is exact. Memory grows with K · C² · num_paths. Paths with a score of minus infinity are
+    keeps the best `num_paths` paths that end in each candidate. Every prefix of a best path is among them, so the
+    result is exact. Memory grows with K · C² · num_paths. Paths with a score of minus infinity are
     excluded.
 
     Paths are numbered level by level after the root, which is 0. All levels write their scores and parents into two
-    shared buffers, because copies would cost as much as these small operations. A lattice is not thread-safe.
+    shared buffers, because copies would take as long as these small operations. A lattice is not thread-safe.
 
     Args:
-        full: Whether only paths of length K compete.
-        floor: Score that a path must exceed.
+        full: Search only among paths of length K.
+        floor: Minimum score of a path (exclusive).
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Lattice:
         floor: float = -math.inf,
     ) -> None:
         self.sizes = (rows, levels, width)
-        """B, K and C."""
+        """Sizes B, K and C."""
         self._num_paths, self._floor = num_paths, floor
         counts, offsets, is_pruned = [width], [1], [False]
         for level in range(1, levels):
@@ -91,7 +91,7 @@ class Lattice:
         self._used_BX, self._line = used_BX, list(used_BX[:, 1:].split(self._num_kept, 1))
 
     def best_paths(self, first_BC: Tensor, edges_BKCC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the tree of the best paths.
+        """Find the best paths, and return them as a tree.
 
         Args:
             first_BC: Scores of the edges from the root to the candidates of the first level.
@@ -116,7 +116,7 @@ class Lattice:
         return self._merge()
 
     def _merge(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the best paths and their prefixes as nodes, in the order of the kept paths."""
+        """Merge the best paths and their prefixes into a tree. Return its parents, depths and candidates."""
         parents_BT, used_BX = self._parents_BT, self._used_BX
         for longer_BW, shorter_BW in zip(self._line, self._line[1:], strict=False):
             torch.gather(parents_BT, 1, longer_BW, out=shorter_BW)

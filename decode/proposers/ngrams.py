@@ -19,7 +19,7 @@ from ..warpers import warp
 
 
 class TableDrafts:
-    """Next-token distributions of a table of counts. With `order` 1 they ignore the previous token."""
+    """Next-token distributions of a table of counts. With `order` 1, they do not depend on the previous token."""
 
     def __init__(self, rows: NextToken, order: int) -> None:
         self._rows, self._order = rows, order
@@ -36,21 +36,21 @@ class TableDrafts:
 
 
 class TableSource(NamedTuple):
-    """Order and smoothing of drafts from a table of counts."""
+    """Order and smoothing of the next-token distributions of a table of counts."""
 
     order: Literal[1, 2]
     prior: float = 1.0
-    """Weight of the unigram distribution in the distribution after a token. Not used with `add_k`."""
+    """Weight of the unigram distribution in the smoothed bigram distribution. Not used with `add_k`."""
     add_k: float = 0.0
-    """Number added to each count after a token. 0 uses `prior` instead."""
+    """Number added to each bigram count (add-k smoothing). If 0, `prior` is used instead."""
 
     def drafts(self, table: BigramTable, device: torch.device) -> TableDrafts:
-        """Return the distributions of a table on a device."""
+        """Return the smoothed distributions of a table on a device."""
         return TableDrafts(table.distributions(device, *self[1:]), self.order)
 
 
 class TableChain(Proposer):
-    """Chain of `gamma` tokens from a table of counts, as the n-gram baselines of arXiv 2211.17192 (table 3).
+    """Proposer of `gamma` tokens from a table of counts, as the n-gram baselines of arXiv 2211.17192 (table 3).
 
     Raises:
         ValueError: A setting is out of range or, at the start of decoding, the table has another vocabulary.
@@ -80,10 +80,10 @@ class TableChain(Proposer):
 
 
 class PromptLookup(Proposer):
-    """Chain of the tokens that followed the latest earlier match of the text's end (prompt lookup).
+    """Proposer of the tokens that followed the latest earlier match of a row's last tokens (prompt lookup).
 
-    The longest match of `max_ngram` to `min_ngram` tokens is used. Beyond the end of the text, its continuation is
-    repeated periodically. Rows without a match propose nothing.
+    The longest match of `min_ngram` to `max_ngram` tokens is used. A continuation that reaches the end of the row is
+    repeated. Rows without a match have no draft tokens.
     """
 
     def __init__(self, gamma: int, max_ngram: int, min_ngram: int = 1) -> None:
@@ -107,7 +107,7 @@ class PromptLookup(Proposer):
 
 
 def lookup(ids_BS: np.ndarray, lengths_B: np.ndarray, longest: int, shortest: int = 1) -> np.ndarray:
-    """Return the position after the latest earlier match of each text's end, int64 [B], or -1 if there is none.
+    """Find the latest earlier match of each row's last tokens. Return the position after it, int64 [B], or -1.
 
     The match has as many tokens as possible, from `shortest` to `longest`.
     """

@@ -1,8 +1,8 @@
-"""Beam search over the target with fewer forwards, using a drafter's beam to select continuations in advance.
+"""Beam search with fewer forwards of the target, because a drafter predicts the beams of later levels.
 
-Each level of the search needs the target's distribution after each beam. A forward that also scores the drafter's most
-likely sequences serves the following levels as long as these contain all beams. The beams equal those of `TargetBeam`
-at temperature 0, up to rounding of forwards with more rows. All nodes that were run stay in one tree in both caches.
+Each level of the search needs the target's distribution after each beam. A forward of the target also scores the
+drafter's most likely continuations, and the search advances while they contain all beams. The beams equal those of
+`TargetBeam` at temperature 0, up to rounding. Both caches contain all nodes that were run, as one tree.
 
 Shape letters: B batch, M new nodes, D hidden, V vocabulary, W candidates of a node.
 """
@@ -21,17 +21,17 @@ from ..tree import Tree
 from .draft_state import DraftState
 
 _Continuations = dict[int, list[tuple[np.float32, int]]]
-"""Most likely continuations by node, as pairs of log-probability and token in descending order."""
+"""Mapping from node to its most likely continuations, as (log-probability, token) in descending order."""
 
 
 _Sequence = tuple[np.float32, int | None, int, tuple[int, ...]]
-"""Score of a sequence, its node if it was run, its parent, and a tuple with its last token."""
+"""Score of a sequence, node of its last token (None if it was not run), parent node, and (last token,)."""
 
 
 class _Beam(NamedTuple):
     score: np.float32
     node: int | None
-    """Node of the last token. None if it was not run."""
+    """Node of the last token. None if this token was not run."""
     parent: int
     tokens: tuple[int, ...]
     ended: bool
@@ -39,16 +39,16 @@ class _Beam(NamedTuple):
 
 @dataclass
 class _Row:
-    """Search state of a row."""
+    """State of the beam search for one row."""
 
     beams: list[_Beam]
     nodes: dict[tuple[int, int], int] = field(default_factory=dict)
-    """Nodes by parent and token."""
+    """Mapping from (parent node, token) to node."""
     target: _Continuations = field(default_factory=dict)
     drafter: _Continuations = field(default_factory=dict)
 
     def advance(self, most: int, levels: int, stop_ids: frozenset[int]) -> None:
-        """Advance the search while the target's distribution after all beams is known."""
+        """Advance the search until a beam is reached whose distribution under the target is unknown."""
         while not self.ended(levels) and all(beam.ended or beam.node is not None for beam in self.beams):
             candidates: list[tuple[np.float32, int, int]] = []
             for number, beam in enumerate(self.beams):
@@ -68,7 +68,7 @@ class _Row:
         return _Beam(score, node, beam.node, (*beam.tokens, token), token in stop_ids)
 
     def look_up(self) -> None:
-        """Assign nodes to beams that were run in the meantime."""
+        """Set the nodes of beams whose last token was run after they were created."""
         for number, beam in enumerate(self.beams):
             if beam.node is None and not beam.ended:
                 self.beams[number] = beam._replace(node=self.nodes.get((beam.parent, beam.tokens[-1])))
@@ -78,7 +78,7 @@ class _Row:
 
 
 class SpeculativeBeam(Proposer):
-    """Search for the most likely of `num_beams` sequences of all new tokens (see `TargetBeam`).
+    """Proposer of the most likely of `num_beams` beams over all new tokens (see `TargetBeam`).
 
     The drafter uses `draft_beams` beams and runs `draft_gamma` levels before each forward of the target.
     """
@@ -121,7 +121,7 @@ class SpeculativeBeam(Proposer):
         return Proposal(Tree.chain(self._levels).to(device), tokens_BN, target_forwards=forwards)
 
     def _look_ahead(self, rows: list[_Row]) -> None:
-        """Run the beams that were not run yet, and the drafter's most likely continuations of all beams."""
+        """Run both models on new beams, and on the drafter's most likely continuations of all beams."""
         start, tokens = len(self._parents[0]), [list[int]() for _ in rows]
         new_nodes = [list[int]() for _ in rows]
         searched = [[] if row.ended(self._levels) else [beam for beam in row.beams if not beam.ended] for row in rows]
@@ -149,7 +149,7 @@ class SpeculativeBeam(Proposer):
             row.look_up()
 
     def _best_continuations(self, row: _Row, reached: list[tuple[np.float32, int]]) -> list[_Sequence]:
-        """Return the drafter's most likely continuations of nodes that do not end a text."""
+        """Return the drafter's most likely continuations of these nodes, without stop tokens."""
         candidates = [
             (score + p, parent, token)
             for score, parent in reached
@@ -160,7 +160,7 @@ class SpeculativeBeam(Proposer):
         return [(score, row.nodes.get((parent, token)), parent, (token,)) for score, parent, token in best]
 
     def _run(self, rows: list[_Row], group: list[list[tuple[int, int]]], tokens: list[list[int]]) -> None:
-        """Run new nodes of one level, given by parent and token, through the drafter. Shorter rows are padded."""
+        """Run the drafter on new nodes of one level, given as (parent, token). Rows with fewer nodes are padded."""
         widest, start = max(map(len, group)), len(self._parents[0])
         if not widest:
             return
@@ -191,7 +191,7 @@ class SpeculativeBeam(Proposer):
         nodes: list[list[int]],
         start: int = 0,
     ) -> None:
-        """Store the most likely continuations of nodes, of which `start` is the first that was run."""
+        """Store the most likely continuations of `nodes`. `hidden_BMD` starts with the node `start`."""
         logits_BMV = state.model.logits(hidden_BMD).float()
         source = "the target's" if state is self._target else "the drafter's"
         top = logits_BMV.log_softmax(-1).topk(min(most, logits_BMV.shape[-1]), -1)
@@ -206,5 +206,5 @@ class SpeculativeBeam(Proposer):
         del self._target, self._draft
 
     def forwards(self, nodes: float) -> list[tuple[Any, int]]:
-        """Return the forwards of the last proposal, since their number does not follow from `nodes`."""
+        """Return the forwards of the last proposal, because `nodes` does not determine their number."""
         return self._ran

@@ -1,11 +1,11 @@
-"""Suffix decoding: trees of continuations of earlier matches in the text, in a datastore, and from prediction heads.
+"""Suffix decoding: draft trees from earlier matches in the text and in a datastore, and from prediction heads.
 
 Source: SuffixDecoding (Oliaro et al. 2024, arXiv 2411.04975), which proposes the most frequent continuations of the
-longest matching context. Here texts are stored in a suffix array instead of trees, and a token may have several
-sources, of which the most confident counts. Proposals are a deterministic function of the committed tokens, so
-`SampleAndMatch` is exact.
+longest matching context. This implementation stores texts in a suffix array instead of trees. A token may come from
+several sources, of which the largest probability is used. Proposals are a deterministic function of the committed
+tokens, so `SampleAndMatch` is exact.
 
-Shape letters: B batch, N tree nodes, K depth or heads, C candidates of a head, S slots, M places, L lengths of a match.
+Shape letters: B batch, N tree nodes, K depth or heads, C candidates of a head, S slots, M matches, L match lengths.
 """
 
 import heapq
@@ -31,9 +31,9 @@ _MAX_MATCH = 16
 _MAX_POSITIONS = 2048
 """Maximum number of matches in the datastore that are examined."""
 _MAX_CHILDREN = 4
-"""Maximum number of different tokens taken from the datastore after a path."""
+"""Maximum number of distinct continuations of a path that are taken from the datastore."""
 _PRIOR_WEIGHT = 4.0
-"""Weight of the prior acceptance rate of a match, in observations."""
+"""Weight of the prior acceptance rate of a match, as a number of observations."""
 _NO_POSITIONS = np.zeros(0, dtype=np.int32)
 
 
@@ -41,9 +41,9 @@ class Node(NamedTuple):
     """Draft token of a tree."""
 
     joint: float
-    """Joint probability of the path to it."""
+    """Joint probability of the path to the node."""
     parent: int
-    """Number of its parent among the nodes of the row, from 1. 0 is the root."""
+    """Number of the parent node. 0 is the root, and the nodes of a row are numbered from 1."""
     token: int
 
 
@@ -52,15 +52,15 @@ class _Path(NamedTuple):
 
     depth: int
     match: int
-    """Length of the match in the text itself that this path continues, else 0."""
+    """Length of the match in the row's own text that this path continues, or 0."""
     positions_M: Ints
-    """Positions of its matches in the datastore."""
+    """Positions of the path's matches in the datastore."""
     next_M: Ints
     """Token that follows each match in the datastore."""
 
 
 class SuffixTree(Proposer):
-    """Tree of the most likely continuations of a row's text, grown best first.
+    """Proposer of a tree of the most likely continuations of each row, which is grown best first.
 
     The probability of a token is the maximum of: the share of tokens after matches of this length in the row's own text
     that were accepted so far; the share of the token among the continuations of the longest match in the datastore; and
@@ -71,7 +71,7 @@ class SuffixTree(Proposer):
         max_depth: Maximum depth.
         min_prob: Minimum joint probability of a node.
         texts: Datastore of earlier texts.
-        heads: Prediction heads as a further source of tokens, with `num_candidates` each.
+        heads: Prediction heads as a further source of tokens, with `num_candidates` tokens each.
 
     Raises:
         ValueError: `min_prob` lies outside (0, 1) or, at the start of decoding, the heads belong to another target.
@@ -127,7 +127,7 @@ class SuffixTree(Proposer):
         return top.indices, top.values
 
     def _guess(self, candidates: list[Any]) -> None:
-        """Store the result of `_candidates` by row and depth."""
+        """Store the result of `_candidates` for each row and depth."""
         pairs = zip(*candidates, strict=True)
         self._guesses = [[dict(zip(*level, strict=True)) for level in zip(*row, strict=True)] for row in pairs]
 
@@ -137,7 +137,7 @@ class SuffixTree(Proposer):
         return self._candidates(hidden_after(verdict, hidden_BND, context.target.hidden_size))
 
     def grow(self, row: int, text_S: Ints, guesses: Sequence[dict[int, float]] = ()) -> list[Node]:
-        """Return the nodes after a row's text by descending probability. `guesses` are the heads' candidates."""
+        """Grow the tree of a row. Return its nodes by descending probability. `guesses` are the heads' candidates."""
         start, match = longest_match(text_S)
         next_K = text_S[start + np.arange(self.max_depth) % (len(text_S) - start)].tolist() if match else []
         self._matches[row] = next_K, match
@@ -190,7 +190,7 @@ class SuffixTree(Proposer):
 
 
 def proposal_of(rows: Sequence[tuple[list[int], list[int]]], root_B1: Tensor, levels: int) -> Proposal:
-    """Return a proposal from the parents and tokens of each row's nodes, without the root and with parents first."""
+    """Create a proposal from parents and tokens of each row's nodes, without the root. Parents precede children."""
     device, most = root_B1.device, max(len(tokens) for _, tokens in rows)
     parents_BN = np.full((len(rows), 1 + most), -1)
     tokens_BN = np.zeros((len(rows), most), dtype=np.int64)
@@ -208,9 +208,9 @@ def proposal_of(rows: Sequence[tuple[list[int], list[int]]], root_B1: Tensor, le
 
 
 def longest_match(text_S: Ints) -> tuple[int, int]:
-    """Return the position after the latest of the longest earlier matches of a text's end, and the match's length.
+    """Find the longest earlier match of a text's last tokens. Return the position after it, and its length.
 
-    Matches have at most 16 tokens. The result is (0, 0) if the last token is new.
+    Matches have at most 16 tokens, and the latest one is used. The result is (0, 0) if the last token is new.
     """
     ends_M, length = np.flatnonzero(text_S[:-1] == text_S[-1]), 0
     start = 0
@@ -222,7 +222,7 @@ def longest_match(text_S: Ints) -> tuple[int, int]:
 
 
 def _shares(next_M: Ints) -> Iterator[tuple[int, float]]:
-    """Yield the most frequent tokens with their shares. One extra observation keeps unique continuations below 1."""
+    """Yield the most frequent tokens with their shares. 1 is added to the total, so that all shares are below 1."""
     if not len(next_M):
         return
     tokens, counts = np.unique(next_M, return_counts=True)

@@ -1,7 +1,7 @@
 """Lossless verifiers, which select the accepted path of a scored tree and the token after it.
 
 In formulas p is the target's and q the drafter's warped distribution, as in the multi-candidate paper (arXiv
-2401.06706). `lossy.py` contains the verifiers that do not keep p.
+2401.06706). `lossy.py` contains the verifiers that do not preserve p.
 
 Shape letters: B batch, N tree nodes, M nodes with children or chains, C children of a node, K depth, V vocabulary.
 """
@@ -185,7 +185,7 @@ class MultiCandidate(Verifier):
     def _try(
         self, target_BV: Tensor, draft_BV: Tensor, tokens_BC: Tensor, exists_BC: Tensor, uniform_BC: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return the accepted child of each node, [B, 1] (-1 for none), and the residual [B, V] of p."""
+        """Try the children of a node. Return the accepted child [B, 1] (-1 for none), and the residual [B, V] of p."""
         residual_BV, mass_B1 = target_BV, torch.ones_like(target_BV[:, :1])
         rest_B1, accepted_B1 = mass_B1, torch.full_like(tokens_BC[:, :1], -1)
         for child, token_B1 in enumerate(tokens_BC.split(1, 1)):
@@ -227,7 +227,7 @@ class Traversal(Verifier):
         undecided_B = torch.ones_like(node_B, dtype=torch.bool)
 
         def decided() -> bool:
-            """Return whether all rows are decided. Only CPUs are queried, since other devices would synchronise."""
+            """Check if all rows have an accepted node. Return False on GPUs, to avoid a synchronisation."""
             return undecided_B.device.type == "cpu" and not undecided_B.any()
 
         def visit(node: int, keep_B1: Tensor) -> None:
@@ -329,7 +329,7 @@ class SeveralDrafters(Verifier):
     def pick(
         self, alive_BM: Tensor, tokens_BM: Tensor, draft_BMV: Tensor, target_BV: Tensor, uniform_BM: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return the chain whose token is accepted, [B] (-1 for none), and the residual of the target, [B, V]."""
+        """Return the chain whose token is accepted, [B] (-1 if none is), and the residual of the target, [B, V]."""
         chain_B = torch.full_like(tokens_BM[:, 0], -1)
         for chain in range(tokens_BM.shape[1]):
             examined_B = alive_BM[:, chain] & (chain_B < 0)

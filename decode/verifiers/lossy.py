@@ -1,4 +1,4 @@
-"""Lossy verifiers, which change the target's distribution for higher speed or text of higher likelihood.
+"""Lossy verifiers, which change the target's distribution for higher speed or more likely outputs.
 
 In formulas p is the target's and q the drafter's warped distribution, as in the multi-candidate paper (arXiv
 2401.06706).
@@ -71,8 +71,8 @@ class OverAcceptance(ExactChain):
     """Verifier that accepts x with probability b = min(1, (p(x) + ε)/q(x)), which reduces rejections and adds a bias.
 
     A rejected token is replaced by a sample from [p - b q]+ if `optimal`, which minimises the bias for this b, else
-    from p (Decoding-OPT and Decoding-UNO of arXiv 2411.00841, section 4). [p - b q]+ equals [p - q]+: where b < 1, both
-    are 0.
+    from p (Decoding-OPT and Decoding-UNO of arXiv 2411.00841, section 4). [p - b q]+ equals [p - q]+, because both are
+    0 for tokens with b < 1.
     """
 
     lossless = False
@@ -130,7 +130,7 @@ class AcceptAll(Verifier):
 
 
 def _deepest_path(proposal: Proposal, passes_BN: Tensor, score_BN: Tensor) -> tuple[Tensor, Verdict]:
-    """Return the deepest node whose path passes (ties by score), and a verdict without the next token."""
+    """Return the deepest node whose path passes (scores break ties), and a verdict without the next token."""
     tree = proposal.tree
     rows, nodes = passes_BN.shape
     passes_BN = passes_BN & (tree.parents_BN >= 0)
@@ -147,6 +147,6 @@ def _deepest_path(proposal: Proposal, passes_BN: Tensor, score_BN: Tensor) -> tu
 
 
 def _next(verifier: JointLikelihood | Rollback, target_BNV: Tensor, accepted_B: Tensor, rng: Rng) -> Tensor:
-    """Return the token after the path: the most likely one if verified unwarped (temperature 0), else a sample."""
+    """Return the token after the path: the most likely one for unwarped scores (temperature 0), else a sample."""
     probs_BV = take_node(target_BNV, accepted_B)
     return probs_BV.argmax(-1) if verifier.score_type == "unwarped" else categorical(probs_BV, rng.uniform())

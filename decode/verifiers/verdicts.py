@@ -42,31 +42,31 @@ def residual(target_XV: Tensor, draft_XV: Tensor) -> Tensor:
 
 
 def normalise(mass_XV: Tensor, otherwise_XV: Tensor) -> Tensor:
-    """Return the positive part of a mass scaled to sum to 1, or `otherwise_XV` if it is zero."""
+    """Set negative values to 0 and scale the rest to sum to 1. Return `otherwise_XV` if all values are 0."""
     positive_XV = mass_XV.clamp(min=0)
     mass_X1 = positive_XV.sum(-1, keepdim=True)
     return torch.where(mass_X1 > 0, positive_XV / torch.where(mass_X1 > 0, mass_X1, 1.0), otherwise_XV)
 
 
 def take_node(values_BNX: Tensor, node_B: Tensor) -> Tensor:
-    """Return values[b, node[b]] of each row, [B, X]. Values of shape [1, N, X] apply to all rows."""
+    """Return values[b, node[b]] for each row b, [B, X]. Values of shape [1, N, X] apply to all rows."""
     if len(values_BNX) == 1:
         return values_BNX[0].index_select(0, node_B)  # several times cheaper than indexing by two tensors
     return values_BNX[torch.arange(len(values_BNX), device=values_BNX.device), node_B]
 
 
 def identity_path(tree: Tree, rows: int) -> Tensor:
-    """Return a path [B, K] without accepted nodes: column i holds i + 1."""
+    """Return a path [B, K] without accepted nodes, in which column i contains i + 1."""
     return torch.arange(1, tree.max_depth + 1, device=tree.parents_BN.device).expand(rows, -1)
 
 
 def nothing_accepted(next_B: Tensor) -> Verdict:
-    """Return the verdict on a proposal that consists of the root."""
+    """Return the verdict on a proposal that contains only the root."""
     return Verdict(next_B.new_zeros(len(next_B), 0), torch.zeros_like(next_B), next_B)
 
 
 def count_prefix(passes_BK: Tensor, valid_BN: Tensor | None) -> Tensor:
-    """Return the number of tokens of a chain before the first that fails, [B]."""
+    """Return the number of accepted tokens before the first rejected token of each chain, [B]."""
     if valid_BN is not None:
         passes_BK = passes_BK & valid_BN[:, 1:]
     return passes_BK.cumprod(1).sum(1)
@@ -78,7 +78,7 @@ def chain_verdict(proposal: Proposal, accepted_B: Tensor, next_B: Tensor) -> Ver
 
 
 def follow_path(proposal: Proposal, next_BN: Tensor) -> tuple[Tensor, Verdict]:
-    """Follow `next_BN` from the root until a node refers to itself.
+    """Follow the links `next_BN` from the root to a node that links to itself.
 
     Returns:
         The last node [B], and the verdict on its path with a placeholder for the next token.

@@ -1,6 +1,6 @@
-"""Attention over packed blocks document by document, which skips the masked part of a block on a CPU.
+"""Attention over packed blocks that is computed separately for each document, which is faster on CPUs.
 
-It is registered with transformers under `NAME`; without `spans` it is SDPA. Letters: B batch, H heads, T tokens,
+It is registered with transformers as `NAME`. Without `spans`, it equals SDPA. Letters: B batch, H heads, T tokens,
 D head size.
 """
 
@@ -15,11 +15,11 @@ from torch import Tensor
 NAME = "draftsmith_documents"
 
 Spans = Sequence[Sequence[tuple[int, int]]]
-"""For each row of a batch, the [start, end) of its documents and of its padding, which cover the whole row."""
+"""Start and end (exclusive) of each document and of the padding, for each row of a batch."""
 
 
 def document_spans(documents_BT: Tensor) -> Spans:
-    """Return the spans of the documents of packed blocks."""
+    """Return the spans of the documents and of the padding in packed blocks."""
     spans = []
     for row in documents_BT.cpu():
         borders = (torch.nonzero(row[1:] != row[:-1]).flatten() + 1).tolist()

@@ -1,4 +1,4 @@
-"""Last hidden states of causal LMs over packed blocks, and the matrix that projects them to logits.
+"""Forward passes of causal LMs on packed blocks, which return last hidden states or logits.
 
 Letters: B batch (blocks), T tokens, D hidden, V vocabulary, N documents including the padding of each block.
 """
@@ -34,18 +34,18 @@ class MaskedBatch(NamedTuple):
 
 
 def make_forward(model: Any) -> "PackedForward | SourceForward":
-    """Return the forward of a model on packed blocks. Raises what `PackedForward` and `SourceForward` raise."""
+    """Create the forward pass of a model on packed blocks. Raises ValueError if the model is not supported."""
     return SourceForward(model) if model.config.is_encoder_decoder else PackedForward(model)
 
 
 class PackedForward(BaseForward):
-    """Forward pass of a transformers causal LM on packed blocks, with attention masked to documents.
+    """Forward pass of a transformers causal LM on packed blocks. Tokens attend only within their document.
 
-    This is not a module, so that a frozen model is neither wrapped for data parallelism nor saved in a checkpoint.
-    `states` selects the output of `hidden`: "after-norm" for the last hidden states, "before-norm" for the input of the
-    final norm, or inner and last hidden states concatenated (`parse_layers`). Raises ValueError if the model takes no
-    positions (ALiBi), carries states across documents, is an encoder-decoder, lacks a final norm, or `states` is
-    unknown.
+    This is not an `nn.Module`, so that a frozen model is neither wrapped for data parallelism nor saved in a
+    checkpoint. `states` selects the output of `hidden`: "after-norm" for the last hidden states, "before-norm" for the
+    input of the final norm, or inner and last hidden states concatenated (`parse_layers`). Raises ValueError if the
+    model takes no positions (ALiBi), carries states across documents, is an encoder-decoder, lacks a final norm, or
+    `states` is unknown.
     """
 
     def __init__(self, model: Any, states: str = "after-norm") -> None:
@@ -92,7 +92,7 @@ class PackedForward(BaseForward):
         return self._run(self.model, batch).logits.reshape(*batch.tokens_BT.shape, -1)
 
     def hidden(self, batch: Batch) -> Tensor:
-        """Return hidden states [B, T, D] as selected by `states`; [B, T, G + D] with those of inner layers."""
+        """Return the hidden states selected by `states`: [B, T, D], or [B, T, G + D] with inner layers."""
         if self._layers:
             output = self._run(_decoder(self.model), batch, output_hidden_states=True)
             states = [*(output.hidden_states[layer] for layer in self._layers), output.last_hidden_state]
@@ -104,7 +104,7 @@ class PackedForward(BaseForward):
         return captured[0].reshape(*batch.tokens_BT.shape, -1)
 
     def after_norm(self, states_XD: Tensor) -> Tensor:
-        """Return the post-norm hidden states [..., D] of the output of `hidden`, which may be pre-norm."""
+        """Convert the output of `hidden` to last post-norm hidden states [..., D]."""
         if self._layers:
             return states_XD[..., -self.config.hidden_size :]
         return states_XD if self._norm is None else self._norm(states_XD.to(self.model.dtype))
@@ -124,7 +124,7 @@ class PackedForward(BaseForward):
         return getattr(self.config, "_attn_implementation", None) or "eager"
 
     def _clamp_positions(self, positions_BT: Tensor, documents_BT: Tensor) -> Tensor:
-        """Clamp positions of padding to the position embeddings. Raises ValueError if a document is too long."""
+        """Clamp positions of padding to the last position embedding. Raises ValueError if a document is too long."""
         if self._positions is None or positions_BT.shape[1] <= self._positions:
             return positions_BT
         longest = int(positions_BT[documents_BT != PADDING].amax()) + 1
@@ -206,7 +206,7 @@ def _flash_attention(batch: Batch) -> dict[str, Any]:
 
 
 def _can_attend_by_document(model: Any) -> bool:
-    """Switch a CPU model from SDPA to attention by document if possible, and return whether it uses it."""
+    """Switch a CPU model from SDPA to per-document attention if possible. Return whether the model uses it."""
     config = model.config.get_text_config()
     if next(model.parameters()).device.type != "cpu" or getattr(config, "sliding_window", None) is not None:
         return False
@@ -217,7 +217,7 @@ def _can_attend_by_document(model: Any) -> bool:
 
 
 def _separates_documents(forward: PackedForward) -> bool:
-    """Check that the second document of a block has the same states as without the first."""
+    """Check that the first document of a block does not change the hidden states of the second one."""
     model = forward.model
     device = next(model.parameters()).device
     tokens_BT = torch.tensor([[1, 2, 3, 2, 1, 3, 2]], device=device) % model.get_input_embeddings().weight.shape[0]

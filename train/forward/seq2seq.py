@@ -1,4 +1,4 @@
-"""Forward passes of T5-type encoder-decoders on packed blocks: the decoder writes each answer to its document's prefix.
+"""Forward passes of T5-type encoder-decoders on packed blocks: the decoder predicts each answer from its prefix.
 
 Letters: B batch (blocks), T tokens of a block, P answers (runs of supervised tokens), R rows of the encoder or of the
 decoder, S source tokens of a row, M decoder tokens of a row, D hidden, V vocabulary, X answer tokens.
@@ -27,7 +27,7 @@ class BaseForward:
 
     @property
     def vocab_size(self) -> int:
-        """Number of logits, equal to the number of rows of the output projection."""
+        """Vocabulary size, equal to the number of rows of the output projection."""
         return int(self.model.get_output_embeddings().weight.shape[0])
 
     def weight_VD(self) -> Tensor | None:
@@ -38,9 +38,9 @@ class BaseForward:
 class SourceForward(BaseForward):
     """Forward pass of an encoder-decoder on packed blocks.
 
-    An answer is a run of supervised tokens. The encoder reads all tokens of the document before it. The decoder reads
-    its start token and the answer without its last token, as in decoding (`decode.models.seq2seq`). The state that
-    predicts token t + 1 is returned at t; positions without a prediction are 0.
+    An answer is a run of supervised tokens. The encoder input is the part of the document before the answer. The
+    decoder input is the start token and the answer without its last token, as in decoding (`decode.models.seq2seq`).
+    The state that predicts token t + 1 is returned at t. States of positions without a prediction are 0.
 
     Both run once per batch, with several sources or answers per row. This is exact because T5's relative positions do
     not depend on the offset of a source, and masks separate the sources. Raises ValueError for models of other families
@@ -62,7 +62,7 @@ class SourceForward(BaseForward):
         return hidden_BTD if self.plain_head else self.model.get_output_embeddings()(hidden_BTD)
 
     def hidden(self, batch: Batch) -> Tensor:
-        """Return the last decoder states [B, T, D], scaled as before the projection; run one token without answers."""
+        """Return the last hidden states [B, T, D] of the decoder, scaled for the output projection."""
         plan = _plan(batch, self.start_id)
         dtype = self.model.dtype
         source_mask_RSS = plan.sources_RS[:, :, None] == plan.sources_RS[:, None]
@@ -88,7 +88,7 @@ class SourceForward(BaseForward):
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """Inputs of encoder and decoder and the destination of their states, all int64."""
+    """Inputs of encoder and decoder, and positions of the decoder states in the blocks, all int64."""
 
     source_tokens_RS: Tensor
     sources_RS: Tensor  # answer that each token is a source of
@@ -126,7 +126,7 @@ def _plan(batch: Batch, start_id: int) -> _Plan:
 
 
 def find_answers(labels_BT: np.ndarray, documents_BT: np.ndarray) -> np.ndarray:
-    """Return runs of supervised tokens, int64 [P, 3]: begin of document, begin and end of run, over all blocks."""
+    """Find runs of supervised tokens. Return int64 [P, 3]: start of the document, start and end of the run."""
     begins_BT = np.ones(documents_BT.shape, dtype=bool)
     begins_BT[:, 1:] = documents_BT[:, 1:] != documents_BT[:, :-1]
     begins = begins_BT.ravel()
@@ -138,7 +138,7 @@ def find_answers(labels_BT: np.ndarray, documents_BT: np.ndarray) -> np.ndarray:
 
 
 def _fill_rows(sizes_PK: np.ndarray, room_K: Sequence[int]) -> list[list[int]]:
-    """Return items by row: first-fit in descending order, by all K sizes."""
+    """Pack items into rows by first-fit decreasing, subject to K size limits. Return the items of each row."""
     free = np.empty((0, len(room_K)), dtype=np.int64)
     rows: list[list[int]] = []
     for item in np.lexsort(sizes_PK.T[::-1])[::-1].tolist():
@@ -155,7 +155,7 @@ def _fill_rows(sizes_PK: np.ndarray, room_K: Sequence[int]) -> list[list[int]]:
 
 
 def _positions(rows: Sequence[Sequence[int]], begins: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the position begins + 0, 1, … of each token (0 in padding) and its item, both int64 [R, longest row]."""
+    """Return the position (0 in padding) and the item of each token of the rows, both int64 [R, longest row]."""
     width = max(int(lengths[row].sum()) for row in map(list, rows))
     positions = np.zeros((len(rows), width), dtype=np.int64)
     owners = np.full((len(rows), width), _NO_ANSWER, dtype=np.int64)
@@ -170,6 +170,6 @@ def _positions(rows: Sequence[Sequence[int]], begins: np.ndarray, lengths: np.nd
 
 
 def _additive(visible_RMS: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return an additive mask [R, 1, M, S] of 0 and the lowest number."""
+    """Convert a boolean mask to an additive mask [R, 1, M, S] of 0 and the lowest finite number."""
     mask_RMS = torch.zeros(visible_RMS.shape, dtype=dtype, device=visible_RMS.device)
     return mask_RMS.masked_fill_(~visible_RMS, torch.finfo(dtype).min)[:, None]

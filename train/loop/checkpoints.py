@@ -49,12 +49,12 @@ class StateFolder:
         self._accelerator = accelerator
         self._keep = keep
         self.evaluations: dict[int, dict[str, float]] = {}
-        """Metrics of the evaluations by step."""
+        """Evaluation metrics of each evaluated step."""
 
     def open(self, settings: Mapping[str, Any]) -> Position | None:
-        """Return the position of the newest complete checkpoint, or None, and truncate the log there.
+        """Open the folder and truncate the log after the newest complete checkpoint. Return its position or None.
 
-        Raises ValueError if settings differ.
+        Raises ValueError if the folder contains a run with other settings.
         """
 
         def open_folder() -> Position | None:
@@ -113,7 +113,7 @@ class StateFolder:
         return from_main(self._accelerator, look)
 
     def save(self, position: Position, pinned: int | None = None) -> None:
-        """Write a checkpoint, then delete all but the newest `keep` and that of step `pinned`.
+        """Write a checkpoint, then delete all others except the newest `keep` and that of step `pinned`.
 
         Raises OSError on failure.
         """
@@ -234,7 +234,7 @@ def data_fingerprint(data: Any) -> str:
 
 
 def _without_ties(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors without those that share memory with an earlier one."""
+    """Remove tensors that share memory with an earlier tensor (tied weights)."""
     first_names: dict[tuple[Any, ...], str] = {}
     for name, tensor in state.items():
         key = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
@@ -262,6 +262,6 @@ def _position_of(folder: Path) -> tuple[Position, str]:
 
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of a log, without a last line that a crash cut short."""
+    """Parse the lines of a log. An incomplete last line, as after a crash, is ignored."""
     texts = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
     return [json.loads(text) for text in texts]

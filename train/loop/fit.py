@@ -48,7 +48,7 @@ def fit(
     Raises:
         ValueError: The global batch cannot be split, or the state folder holds a run with other settings.
         TrainingError: A loss or gradient is not finite or too large, or memory ran out.
-        Interrupted: SIGINT or SIGTERM reached any process. The state was saved.
+        Interrupted: A process received SIGINT or SIGTERM. The state was saved.
         OSError: A checkpoint could not be written. Older ones are unchanged.
     """
     accelerator = accelerator or make_accelerator(config.precision)
@@ -162,7 +162,7 @@ class _Run:
 
     @contextmanager
     def _explain_memory(self, what: str) -> Iterator[None]:
-        """Raise TrainingError if memory runs out, naming the activity, the blocks and settings that save memory."""
+        """Convert out-of-memory errors to TrainingError with the activity, the data blocks and a suggested fix."""
         self.blocks = []
         try:
             yield
@@ -238,7 +238,7 @@ class _Run:
         return batch, numbers[:-1].clamp(min=1).reshape(counts.shape), int(numbers[-1])
 
     def _sum_over_processes(self, loss: Tensor, stop: StopSignals) -> float:
-        """Return the step's loss over all processes, and agree on the signal to stop by in the same reduction."""
+        """Sum the loss over all processes, and share received stop signals in the same reduction."""
         if self.world == 1:
             self.stop_signal = None if stop.received is None else signal.Signals(stop.received)
             return float(loss)
@@ -249,7 +249,7 @@ class _Run:
         return float(total)
 
     def _fault(self, step: int, loss: float, norm: float, losses: list[Tensor]) -> str | None:
-        """Return why a step is to be skipped; None if it is fine. Raises TrainingError if the run is to stop."""
+        """Return the reason to skip a step, or None if it is valid. Raises TrainingError if the run must stop."""
         limit = self.config.max_norm or math.inf
         if math.isfinite(loss) and math.isfinite(norm) and norm <= limit:
             self.skipped = 0
@@ -368,7 +368,7 @@ def _rows(micro: int, rank: int, world: int, micro_batch: int) -> np.ndarray:
 def run_micro_batches(
     accelerator: Any, module: Any, stepper: Stepper, batch: Batch, counts: Tensor, size: int, micro_steps: int
 ) -> tuple[list[Tensor], float]:
-    """Run forward and backward passes, `size` rows at a time; return the parts of the loss and the gradient norm."""
+    """Run forward and backward passes on `size` rows at a time. Return their losses and the gradient norm."""
     losses, norm = [], 0.0
     for micro in range(micro_steps):
         rows = slice(micro * size, (micro + 1) * size)

@@ -15,11 +15,11 @@ from ...data.blocks.packing import Batch
 
 
 class Task:
-    """Training task: a module and how its loss on a batch is computed and evaluated. `fit` runs it."""
+    """Base class of training tasks, which define a module, its loss and its evaluation. `fit` runs a task."""
 
     name: str
     title: str | None = None
-    """Prefix of log lines; None for `name`."""
+    """Prefix of log lines. None uses `name`."""
     module: nn.Module
     """Module whose forward(tokens_BT, labels_BT, positions_BT, documents_BT) returns (loss sums, counts), tensors of
     one shape. The loss of a step is Σ sums ÷ counts, each over the whole global batch."""
@@ -32,13 +32,13 @@ class Task:
         """Move models that are not trained to `device`."""
 
     def begin(self, step: int, steps: int) -> None:
-        """Set the progress of the module at the start of step `step` of `steps`."""
+        """Set `module.progress` to the completed share of the run before step `step` of `steps`."""
         self.module.progress = step / steps  # type: ignore[assignment]
 
     def rewrite(self, batch: Batch, rows: np.ndarray, global_batch: int, seed: tuple[int, int]) -> Batch:
-        """Return the batch to train on instead of `batch`, which holds the given rows of a global batch.
+        """Return a replacement for `batch`, which consists of the given rows of a global batch.
 
-        The result for a row may depend only on the row, its number and `seed` (of the run, step).
+        A new row may depend only on the old row, its number and `seed`, which contains the run's seed and the step.
         """
         return batch
 
@@ -47,7 +47,7 @@ class Task:
         raise NotImplementedError
 
     def evaluate(self, module: nn.Module) -> dict[str, float]:
-        """Return held-out metrics of `module` (unwrapped, in evaluation mode); may be empty."""
+        """Return held-out metrics of `module`, which is unwrapped and in evaluation mode. May be empty."""
         return {}
 
 
@@ -63,7 +63,7 @@ class FitResult:
     metrics: dict[str, float]
     """Metrics of the kept weights."""
     kept_step: int
-    """Step of the kept weights: the last, unless `keep_best` found a better one."""
+    """Step of the kept weights: the last step, unless `keep_best` selected an earlier one."""
     tokens: int
     """Number of tokens seen, including unsupervised tokens but not padding."""
     seconds: float

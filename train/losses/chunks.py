@@ -1,4 +1,4 @@
-"""Fused projection, objective and gradient of many positions, computed chunk by chunk.
+"""Fused output projection, loss and gradient, computed chunk by chunk.
 
 Letters: X positions, K heads (1 for a drafter), C positions of a chunk, R rows of a block (a part of a chunk), D hidden
 of the drafter, E hidden of the teacher, V vocabulary, F events (the K tokens of a top-k teacher, and "any other"),
@@ -46,7 +46,7 @@ class SparseTeacher:
 
 Teacher = DenseTeacher | SparseTeacher
 Output = Callable[[Tensor], Tensor] | None
-"""Function from products with a projection to logits; None: they are the logits."""
+"""Function that converts products with a projection to logits. If None, the products are the logits."""
 
 
 def chunk_positions(vocab: int, device: torch.device) -> int:
@@ -61,7 +61,7 @@ def block_rows(vocab: int, chunk: int, device: torch.device) -> int:
 
 
 class Targets(NamedTuple):
-    """Log-probabilities of a block's events.
+    """Teacher's log-probabilities of the events of a block.
 
     Without `ids_RK`, the events are the tokens of the vocabulary: [R, V]. Otherwise they are the tokens `ids_RK` (int64
     [R, K]) and, if F is K + 1, "any other": [R, F].
@@ -81,8 +81,8 @@ class Targets(NamedTuple):
 class TeacherTargets:
     """Log-probabilities of a teacher at `temperature`, chunk by chunk.
 
-    Raises ValueError: the vocabulary is not the drafter's, `top_k` is used at a temperature other than 1, or a sparse
-    teacher has fewer tokens than `top_k` asks for.
+    Raises ValueError if the drafter has another vocabulary, `top_k` is used at a temperature other than 1, or a sparse
+    teacher stores fewer than `top_k` tokens.
     """
 
     def __init__(self, teacher: Teacher, vocab: int, top_k: int | None = None, temperature: float = 1.0) -> None:
@@ -153,7 +153,7 @@ def to_events(targets: Targets, logits_RV: Tensor) -> tuple[Tensor, Tensor | Non
 
 
 def scatter_grad(grad_RF: Tensor, ids_RK: Tensor, rest_RV: Tensor) -> Tensor:
-    """Return the gradient of all logits, given that of the scores of `to_top_k_events`; overwrites `rest_RV`."""
+    """Convert the gradient of the events of `to_top_k_events` to that of all logits. Overwrites `rest_RV`."""
     known = ids_RK.shape[1]
     if grad_RF.shape[1] > known:
         rest_RV.mul_(grad_RF[:, known:])
@@ -177,7 +177,7 @@ def product_type(values: Tensor) -> torch.dtype:
 
 
 class Product:
-    """Products of states and a projection in `dtype`; each call overwrites the previous result."""
+    """Matrix product of hidden states and a projection in `dtype`. Each call overwrites the previous result."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
@@ -204,7 +204,7 @@ class Product:
 
 
 class Plan:
-    """Steps and scores of a fused loss; see `drafter.heads_mixture` for the arguments."""
+    """Division of a fused loss into chunks, and its computation. For the arguments, see `drafter.heads_mixture`."""
 
     def __init__(
         self,
@@ -239,7 +239,7 @@ class Plan:
             assert teacher_rows_XK is not None or self._targets.positions == len(labels_XK)
 
     def steps(self) -> Iterator[tuple[int, Tensor, Tensor | None]]:
-        """Yield a head, some positions int64 [C], and their rows int64 [C] in the loaded teacher chunk, if any."""
+        """Yield chunks: a head, positions int64 [C], and their rows int64 [C] in the teacher's chunk (or None)."""
         if self._targets is None:
             for head, rows in enumerate(self._labelled):
                 yield from ((head, rows_C, None) for rows_C in _even(rows, self._size))
@@ -262,7 +262,7 @@ class Plan:
                 yield from ((head, positions_C, local_C) for positions_C, local_C in parts)
 
     def score_chunk(self, head: int, rows_C: Tensor, target_rows_C: Tensor | None, logits_CV: Tensor) -> Tensor:
-        """Return the sum of a chunk's losses; their gradient overwrites `logits_CV`."""
+        """Return the sum of a chunk's losses. The gradient overwrites `logits_CV`."""
         labels_C, products_CV = self._labels_XK[rows_C, head], logits_CV
         if self._output is not None:
             with torch.enable_grad():
@@ -299,7 +299,7 @@ class Plan:
 
 
 def _even(rows: Tensor, size: int) -> Sequence[Tensor]:
-    """Split into as few parts of at most `size` as possible, of similar length, since products of few rows are slow."""
+    """Split rows into parts of similar length, at most `size`, because products with few rows are slow."""
     return rows.split(-(-len(rows) // -(-len(rows) // size))) if len(rows) else ()
 
 
@@ -308,7 +308,7 @@ def _scale(loss_R: Tensor, grad_RF: Tensor, weight: float) -> tuple[Tensor, Tens
 
 
 def _sum(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Add up losses and gradients; the first gradient is overwritten."""
+    """Add losses and gradients of several objectives. The first gradient is overwritten."""
     (loss_R, grad_RF), *rest = parts
     for other_R, other_RF in rest:
         loss_R, grad_RF = loss_R + other_R, grad_RF.add_(other_RF)

@@ -1,4 +1,4 @@
-"""Losses and metrics computed chunk by chunk of positions (see `chunks`), without the logits of a whole batch.
+"""Losses and metrics, computed chunk by chunk so that the logits of a whole batch are never stored.
 
 Letters: as in `chunks`; B batch, T tokens, K heads (of `heads_mixture` and `head_labels`).
 """
@@ -85,7 +85,7 @@ def heads_mixture(
 
 
 def select_tokens(ids: Tensor, hidden_XD: Tensor, weight_VD: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Return states and projection, or logits and None, restricted to these tokens."""
+    """Restrict the projection, or the logits if `weight_VD` is None, to the tokens `ids`."""
     return (hidden_XD[:, ids], None) if weight_VD is None else (hidden_XD, weight_VD[ids])
 
 
@@ -97,7 +97,7 @@ def narrow_vocabulary(
     Other labels become −100, and the teacher becomes its distribution conditional on these tokens. A drafter that
     learns it also has the largest overlap with the full distribution that is possible with these tokens.
 
-    Raises ValueError: A sparse teacher has more tokens than `ids`.
+    Raises ValueError if a sparse teacher has more tokens than `ids`.
     """
     vocab = hidden_XD.shape[1] if weight_VD is None else weight_VD.shape[0]
     restricted = None if teacher is None else restrict_teacher(ids, vocab, teacher)
@@ -112,7 +112,7 @@ def map_labels(ids: Tensor, vocab: int, labels: Tensor) -> Tensor:
 
 
 def restrict_teacher(ids: Tensor, vocab: int, teacher: Teacher) -> Teacher:
-    """Return a teacher's distribution conditional on these tokens of a vocabulary.
+    """Return a teacher's distribution conditional on the tokens `ids` of the vocabulary.
 
     Other tokens of a sparse teacher are replaced by unused ones of `ids`, with equal shares of the remaining
     probability.
@@ -160,7 +160,7 @@ def _blocks_of_logits(
     proposed: Tensor | None = None,
     output: Output = None,
 ) -> Iterator[tuple[Tensor, Tensor, Targets | None]]:
-    """Yield labels (int64 [R]), logits [R, V] and a teacher's targets, by blocks of the positions with a label.
+    """Yield labels int64 [R], logits [R, V] and teacher targets for each block of positions with a label.
 
     The arguments are those of `mixture`; tokens outside `proposed` have a logit of −∞.
     """
@@ -223,8 +223,8 @@ class Agreement:
     """Sums over positions with a label.
 
     `overlap` is Σ_v min(p(v), q(v)), the probability that a draft token is accepted (Leviathan et al. 2023, arXiv
-    2211.17192, lemma 3.3; an upper bound for a `SparseTeacher`). `top1` counts equal first tokens, `top5` sums the
-    shares of the first five tokens in common, and `count` is the number of positions.
+    2211.17192, lemma 3.3; an upper bound for a `SparseTeacher`). `top1` counts equal top tokens, `top5` sums the shares
+    of common tokens in the top five, and `count` is the number of positions.
     """
 
     overlap: Tensor

@@ -106,7 +106,7 @@ def lk_lambda_chunk(log_drafter_CV: Tensor, log_teacher_CV: Tensor) -> tuple[Ten
 
 
 def _without_infinity(log_teacher_CV: Tensor) -> Tensor:
-    """Return a copy without −∞, in which 0 · log 0 is 0."""
+    """Replace −∞ by the lowest finite value, so that 0 · log 0 is 0."""
     return log_teacher_CV.clamp(min=torch.finfo(log_teacher_CV.dtype).min)
 
 

@@ -1,4 +1,4 @@
-"""Work of the main process that others wait for, and signals that end a run."""
+"""Functions that run only in the main process, and handlers of signals that stop a run."""
 
 import signal
 import sys

@@ -65,7 +65,7 @@ def unshard(accelerator: Any, module: nn.Module) -> None:
 def gather_optimizer(accelerator: Any, groups: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     """Return AdamW's state as the `state_dict` of the unsharded optimizer; None outside the main process.
 
-    `groups` are those before `prepare`. All processes must call this.
+    `groups` are the parameter groups before `prepare`. All processes must call this.
     """
     from deepspeed.utils import safe_get_full_optimizer_state
 
@@ -135,7 +135,7 @@ def _set_master(parameter: Any, value: Tensor, key: str | None) -> None:
 
 
 def scatter_optimizer(accelerator: Any, groups: Sequence[Mapping[str, Any]], saved: Mapping[str, Any]) -> None:
-    """Load AdamW's state into DeepSpeed's shards, given as by `gather_optimizer` or an unsharded torch AdamW."""
+    """Load AdamW's state, saved by `gather_optimizer` or an unsharded torch AdamW, into DeepSpeed's shards."""
     engine = accelerator.deepspeed_engine_wrapped.engine
     states = saved["state"]
     if not states:
@@ -165,5 +165,5 @@ def _partitions(engine: Any) -> list[Tensor]:
 
 
 def _numbered(groups: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, Any]]:
-    """Yield all parameters with their numbers in torch's `state_dict`."""
+    """Yield all parameters with their indices in the optimizer's `state_dict`."""
     yield from enumerate(parameter for group in groups for parameter in group["params"])

@@ -33,8 +33,8 @@ class PairCounter(AbstractContextManager["PairCounter"]):
 
     Attributes:
         tokens: Number of tokens counted so far, including those of interrupted runs.
-        documents: Number of documents counted so far, likewise.
-        position: JSON value given with the last documents: the progress of reading the source; None at the start.
+        documents: Number of documents counted so far, including those of interrupted runs.
+        position: Progress in the source, as passed to `add` with the last documents. None at the start.
 
     Args:
         vocab_size: Vocabulary size V.
@@ -74,7 +74,7 @@ class PairCounter(AbstractContextManager["PairCounter"]):
         Args:
             tokens_T: Tokens of the documents, integers.
             starts_D: Index of the first token of each document, ascending from 0.
-            position: JSON value that describes the progress of reading the source after these documents.
+            position: JSON value that describes the progress in the source after these documents.
         """
         check_documents(tokens_T, starts_D, self.vocab_size, self.documents)
         size = len(tokens_T)
@@ -127,7 +127,7 @@ class PairCounter(AbstractContextManager["PairCounter"]):
                 self._send()
 
     def _send(self) -> None:
-        """Pass the buffer to a worker, and continue with the one that it returns."""
+        """Pass the buffer to a worker, and continue with the free buffer that the worker returns."""
         worker = next((worker for worker in self._workers if worker.idle), self._workers[0])
         self._keys_T = worker.count(self._keys_T, self._num_buffered, self._cross_document)
         self._num_buffered = self._cross_document = 0
@@ -135,7 +135,7 @@ class PairCounter(AbstractContextManager["PairCounter"]):
 
 
 class _Worker:
-    """Thread that counts one buffer at a time and holds the runs.
+    """Thread that counts one buffer at a time, and stores the counts as sorted runs.
 
     Runs of more than `budget` entries are merged into one, which is written to a file if it takes more than half of the
     budget. Files in `spilled` are not in the index yet.
@@ -163,7 +163,7 @@ class _Worker:
         return free_T
 
     def spill(self) -> None:
-        """Write the held runs in the background."""
+        """Write the runs in memory to a file, in the background."""
         self.finish()
         if self._runs:
             self._task = self._thread.submit(self._spill)

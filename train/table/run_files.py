@@ -1,4 +1,4 @@
-"""Files of spilled runs, listed in an index that is replaced atomically; other files are ignored.
+"""Files of sorted runs, which are listed in an index. The index is replaced atomically.
 
 Shape letters: V vocabulary, E entries (distinct pairs).
 """
@@ -72,7 +72,7 @@ def _open_run(path: Path, vocab_size: int) -> tuple[FileArray, FileArray]:
 def read_index(folder: Path, vocab_size: int) -> dict[str, Any]:
     """Return a folder's index, empty if nothing was spilled.
 
-    Raises ValueError if it or a run does not fit or is damaged.
+    Raises ValueError if the index or a run is damaged or belongs to another vocabulary.
     """
     path, advice = folder / INDEX, f"delete {folder} to count again"
     if not path.is_file():

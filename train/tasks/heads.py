@@ -94,7 +94,7 @@ class HeadsModule(nn.Module):
         return rows_X, labels_YK[rows_X]
 
     def labels(self, batch: Batch) -> Tensor:
-        """Return the label of each head at each position, int64 [B, T, K], as indices into any draft vocabulary."""
+        """Return the labels of the heads, int64 [B, T, K], as indices into the draft vocabulary if there is one."""
         labels_BTK = head_labels(batch.labels_BT, batch.documents_BT, self.num_heads)
         if (ids_R := self.heads.proposed) is None:
             return labels_BTK

@@ -85,7 +85,7 @@ class Medusa2Module(HeadsModule):
         return "base" if any(parameter is adapter for adapter in self.adapters()) else ""
 
     def rate(self, group: str) -> float:
-        """Return the factor of a group's learning rate, which rises for the target with the heads' weight."""
+        """Return the learning rate factor of a group. The target's factor rises with the heads' weight."""
         if group != "base":
             return 1.0
         return self.medusa2.rate * self.medusa2.warmup_share(self.progress)

@@ -25,7 +25,7 @@ _ROWS_TOGETHER = 32  # prompts decoded in one batch
 
 @dataclass(slots=True)
 class _Draft:
-    """Document that ends in a response to be sampled."""
+    """Prefix of a document, to which a response is sampled."""
 
     row: int
     number: int
@@ -39,9 +39,9 @@ def rewrite(
 ) -> Batch:
     """Return a batch in which responses of the chosen rows are sampled from `model`.
 
-    In each document of these rows one randomly chosen response is replaced and what follows it is dropped; only the new
-    response is supervised. Random choices depend on `seed` and the row numbers in the global batch, not on the number
-    of processes or the micro batch. `model` is put into evaluation mode.
+    In each document of these rows, one randomly chosen response is replaced and the rest of the document is removed.
+    Only the new response is supervised. Random choices depend on `seed` and the row numbers in the global batch, not on
+    the number of processes or the micro batch. `model` is put into evaluation mode.
     """
     rng = np.random.default_rng([*seed, 0])
     # a fractional number of rows is rounded randomly, so that the share holds on average
@@ -103,7 +103,7 @@ def _groups(drafts: list[_Draft], positions: int) -> Iterator[list[_Draft]]:
 
 @torch.no_grad()
 def _sample(scorer: Any, drafts: list[_Draft], options: OnPolicy) -> list[list[int]]:
-    """Return one response per prompt, cut to its room."""
+    """Sample a response to each prompt, with at most `room` tokens."""
     sampling = Sampling(temperature=options.temperature)
     method = build_method("autoregressive", Parts(), sampling)
     longest = max(draft.room for draft in drafts)

@@ -2,8 +2,8 @@
 
 A folder holds `rows-00000.safetensors`, … with tensors [rows, …] according to the kind of cache;
 `documents.safetensors` with `first_row` int64 and `check` uint64, both [documents]; and, once complete, a manifest with
-the size and SHA-256 of each file. There is a row for every position that has a supervised token of its document at most
-`reach` places ahead, in the order of the blocks. A file's SHA-256 is checked when a run first reads rows of it.
+the size and SHA-256 of each file. A position has a row if one of the next `reach` tokens of its document is supervised.
+Rows are in the order of the blocks. A file's SHA-256 is checked when a run first reads rows of it.
 
 Letters: B batch (blocks), T tokens, X = B · T flattened positions, R rows, N documents of a batch, D documents of the
 data.
@@ -37,7 +37,7 @@ DOCUMENTS = "documents.safetensors"
 
 
 class Column(NamedTuple):
-    """Row shape and dtype of one tensor of every file."""
+    """Row shape and dtype of one tensor in each file."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -49,9 +49,9 @@ class Column(NamedTuple):
 
 @dataclass(frozen=True)
 class Source(ABC):
-    """Description of a cache's contents and origin; two caches with the same `key` hold the same rows.
+    """Description of a cache's contents and origin; two caches with the same `key` contain the same rows.
 
-    `target` (a path or id) is not part of the key. `data` is `loop.checkpoints.data_fingerprint`.
+    `target` (a path or id) is not part of the key. `data` is the result of `loop.checkpoints.data_fingerprint`.
     """
 
     target: str
@@ -61,19 +61,19 @@ class Source(ABC):
     manifest: ClassVar[str]
     """Name of the file that describes the cache."""
     size_name: ClassVar[str]
-    """Manifest key of the target's size that `columns` takes."""
+    """Manifest key of the `size` that `columns` takes."""
     reach: ClassVar[int]
-    """Number of following tokens of which one must be supervised for a position to have a row; 0 stores every token."""
+    """A position has a row if one of its next `reach` tokens is supervised. 0 stores a row for each position."""
     size_advice: ClassVar[str]
     """Advice on how to make the cache smaller, for error messages."""
 
     @abstractmethod
     def load(self, device: torch.device) -> "tuple[MakeRows, int]":
-        """Load the target; return the function that computes rows, and the size for `columns`."""
+        """Load the target. Return the function that computes rows, and the `size` for `columns`."""
 
     @abstractmethod
     def columns(self, size: int) -> dict[str, Column]:
-        """Return the tensors of a file; `size` is the target's vocabulary size or hidden size."""
+        """Return the columns of the cache by name. `size` is the target's vocabulary size or hidden size."""
 
     @property
     def key(self) -> str:
@@ -84,7 +84,7 @@ class Source(ABC):
 
 @dataclass(frozen=True)
 class Shard:
-    """File with the rows of the blocks `first_block` … `end_block` - 1."""
+    """File with the rows of the blocks from `first_block` to `end_block` - 1."""
 
     number: int
     first_block: int
@@ -135,7 +135,7 @@ class RowCache:
         return positions_R, np.repeat(offset_N, spans.rows_N) + np.arange(len(positions_R))
 
     def gather(self, rows_R: np.ndarray, names: Iterable[str], pin: bool = False) -> dict[str, Tensor]:
-        """Return rows [R, …] of these columns, optionally in pinned memory. Raises ValueError if a file is damaged."""
+        """Return rows [R, …] of these columns, in pinned memory if `pin`. Raises ValueError if a file is damaged."""
         columns = {
             name: torch.empty(len(rows_R), *self.columns[name].shape, dtype=self.columns[name].dtype, pin_memory=pin)
             for name in names
@@ -191,7 +191,7 @@ def kept_positions(batch: Batch, reach: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class DocumentRows:
-    """Documents of a batch in order: number, number of rows, and a hash of what determines its rows."""
+    """Number, row count and content hash of each document of a batch, in order."""
 
     blocks: int
     has_row_X: np.ndarray
@@ -201,7 +201,7 @@ class DocumentRows:
 
 
 def list_document_rows(batch: Batch, reach: int) -> DocumentRows:
-    """Return the documents of a batch; their hashes depend on tokens, positions and supervised positions."""
+    """Return the documents of a batch. Their hashes cover tokens, positions, and which positions have a row."""
     has_row_X = kept_positions(batch, reach)
     tokens_X, positions_X, documents_X = (
         tensor.cpu().numpy().reshape(-1) for tensor in (batch.tokens_BT, batch.positions_BT, batch.documents_BT)
@@ -222,12 +222,11 @@ SHARD_BYTES = 64 << 20  # the most that an interrupted writer loses
 _SCANNED_BLOCKS = 128
 
 MakeRows = Callable[[Batch, Tensor], Iterator[dict[str, Tensor]]]
-"""Function from a batch and flattened positions (int64 [R]) to the columns' rows [C, …], in that order and in
-chunks."""
+"""Function that maps a batch and flattened positions int64 [R] to chunks of rows, as a column dictionary each."""
 
 
 class CacheWriter:
-    """Writer of a cache, which resumes after complete files. Several processes may write different `shards`.
+    """Writer of a cache, which skips files that are complete. Several processes may write different `shards`.
 
     The constructor scans the data once to determine all row numbers. `size` is the target's vocabulary size or hidden
     size, `shard_bytes` the size of a file (None: `SHARD_BYTES`). The manifest is written last.
@@ -260,7 +259,7 @@ class CacheWriter:
         return rows * self.row_bytes + 1024 * (len(missing) + 2) + 16 * len(self._first_row_D)
 
     def missing_shards(self) -> list[Shard]:
-        """Return the shards without a file, or with a file of other rows."""
+        """Return the shards whose file is missing or has other shapes."""
         return [shard for shard in self.shards if not self._holds(shard)]
 
     def _holds(self, shard: Shard) -> bool:
@@ -280,7 +279,7 @@ class CacheWriter:
         progress: Callable[[int], object] = lambda rows: None,
         stopping: Callable[[], bool] = lambda: False,
     ) -> bool:
-        """Run the target over a shard's blocks and write its file. Returns False if it was stopped."""
+        """Compute the rows of a shard and write its file. Returns False if `stopping` ended it early."""
         file = {
             name: torch.empty((shard.rows, *column.shape), dtype=column.dtype) for name, column in self.columns.items()
         }
@@ -324,7 +323,7 @@ class CacheWriter:
 
 
 def _shards(rows_of_block: np.ndarray, most: int) -> Iterator[Shard]:
-    """Yield shards of consecutive blocks with at most `most` rows, or of one block with more."""
+    """Yield shards of consecutive blocks with at most `most` rows in total. A larger block is its own shard."""
     total = np.concatenate([[0], np.cumsum(rows_of_block)])
     first = number = 0
     while first < len(rows_of_block):

@@ -29,14 +29,13 @@ from ..losses.chunks import DenseTeacher, SparseTeacher
 from .cache import Column, MakeRows, RowCache, Source, look_up
 
 REACH = 16
-"""Number of tokens ahead that a cache covers. Head k, counted from 0, learns the token k + 2 places ahead: up to 15
-heads."""
+"""Value of `Source.reach`. Head k (from 0) predicts the token k + 2 positions ahead, so 15 heads are supported."""
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 @dataclass(frozen=True)
 class HiddenSource(Source):
-    """Source of hidden states as named by `PackedForward`, stored in `dtype`; see `Source`.
+    """Source of a hidden-state cache in `dtype`. `states` is that of `PackedForward`; see also `Source`.
 
     `target_dtype` is the dtype of the target. States of inner layers are stored for every token, since heads attend to
     them.
@@ -73,7 +72,7 @@ _SUMMED_ROWS = 1 << 20
 
 @dataclass(frozen=True)
 class CacheSource(Source):
-    """Source of the `top_k` most probable tokens of a target whose weights are of `dtype`; see `Source`."""
+    """Source of a cache of the `top_k` most probable tokens of a target in `dtype`; see `Source`."""
 
     top_k: int
     dtype: str = "auto"
@@ -100,7 +99,7 @@ class CacheSource(Source):
 
 
 class CachedHidden:
-    """Reader of a target's hidden states; `caches` cover all the data that batches may come from."""
+    """Reader of cached hidden states of a target. `caches` must contain the documents of all batches."""
 
     def __init__(self, *caches: RowCache) -> None:
         self._caches = caches
@@ -138,7 +137,7 @@ class HiddenRows:
 
     @torch.no_grad()
     def __call__(self, batch: Batch, positions_R: Tensor) -> Iterator[dict[str, Tensor]]:
-        """Yield the batch's states in one chunk. Raises ValueError if one is not finite after conversion to `dtype`."""
+        """Yield the batch's hidden states as one chunk. Raises ValueError if a value is not finite in `dtype`."""
         with torch.autocast(batch.tokens_BT.device.type, enabled=False):
             hidden_RD = self._forward.hidden(batch).flatten(0, 1)[positions_R]
         stored_RD = hidden_RD.to(self._dtype)
@@ -153,7 +152,7 @@ class HiddenRows:
 
 
 def mean_mass(cache: RowCache) -> float:
-    """Return the target's mean probability of the tokens in a top-k cache."""
+    """Return the total probability of the stored tokens of a top-k cache, as a mean over rows."""
     rest = 0.0
     for start in range(0, cache.rows, _SUMMED_ROWS):
         rows_R = np.arange(start, min(start + _SUMMED_ROWS, cache.rows))
@@ -164,7 +163,7 @@ def mean_mass(cache: RowCache) -> float:
 def top_rows(
     run: Callable[[Batch], DenseTeacher], top_k: int, batch: Batch, positions_R: Tensor
 ) -> Iterator[dict[str, Tensor]]:
-    """Yield a cache's rows of a teacher's distributions, chunk by chunk; see `cache.MakeRows` and `top_log_probs`."""
+    """Yield the rows of a top-k cache for a batch, in chunks; see `cache.MakeRows` and `top_log_probs`."""
     for ids_CK, log_probs_CK in top_log_probs(run(batch), positions_R, top_k):
         rest_C = (1 - log_probs_CK.double().exp().sum(1)).clamp(min=0)
         yield {"ids": ids_CK, "log_probs": log_probs_CK.half(), "log_rest": rest_C.log().half()}
@@ -210,7 +209,7 @@ class ModelTeacher:
 
 
 class CachedTeacher:
-    """Teacher that reads the target's most probable tokens; `caches` cover all the data that batches may come from."""
+    """Teacher that reads cached top-k tokens. `caches` must contain the documents of all batches."""
 
     def __init__(self, *caches: RowCache) -> None:
         self._caches = caches
