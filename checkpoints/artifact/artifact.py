@@ -1,4 +1,4 @@
-"""Artifacts on disk: a folder of files and `artifact.json`, written atomically and checked when read."""
+"""Artifact directories: atomic writing, loading, and verification of the files listed in `artifact.json`."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -36,12 +36,12 @@ def save_artifact(
     command: str | None = None,
     export: dict[str, Any] | None = None,
 ) -> Manifest:
-    """Write an artifact to `out` atomically, replacing another artifact there.
+    """Write an artifact to `out` atomically, replacing an existing artifact.
 
-    `write` fills an empty folder, `card` is the text of README.md (default: generated from the manifest). The others
-    are fields of `Manifest`; secrets are removed.
+    `write` is called with an empty folder and writes the artifact's files. `card` is the text of README.md (default:
+    generated from the manifest). The other arguments are fields of `Manifest`, from which secrets are removed.
 
-    Raises ValueError: values cannot be stored as JSON, file names are not portable, or `out` holds other files.
+    Raises ValueError if a value cannot be stored as JSON, a file name is not portable, or `out` has unrelated files.
     """
     assert kind in KINDS, kind
     check_replaceable(out)
@@ -72,7 +72,7 @@ def save_artifact(
 
 
 def load_manifest(directory: Path, kind: str | None = None) -> Manifest:
-    """Load an artifact's manifest only. Raises ValueError if it is missing, damaged or of another `kind`."""
+    """Load the manifest of an artifact. Raises ValueError if it is missing, invalid or not of this `kind`."""
     manifest = _read_manifest(directory)
     if kind is not None and manifest.kind != kind:
         raise ValueError(f"{directory} holds an artifact of kind {manifest.kind!r}, expected {kind!r}")
@@ -96,7 +96,7 @@ def _read_manifest(directory: Path) -> Manifest:
 
 
 def verify_artifact(directory: Path, kind: str | None = None) -> Manifest:
-    """Check all files with `file_faults` and return the manifest. Raises ValueError on faults, as `load_manifest`."""
+    """Check the files of an artifact against its manifest, and return the manifest. Raises ValueError if any differ."""
     manifest = load_manifest(directory, kind)
     if faults := file_faults(directory, manifest):
         more = [f"and {len(faults) - _FAULTS_SHOWN} more faults"] if len(faults) > _FAULTS_SHOWN else []
@@ -105,12 +105,12 @@ def verify_artifact(directory: Path, kind: str | None = None) -> Manifest:
 
 
 def open_artifact(directory: Path, load: Callable[[Path], Loaded], kind: str | None = None) -> tuple[Manifest, Loaded]:
-    """Verify an artifact, and return its manifest and the result of `load`."""
+    """Verify an artifact, call `load` with its folder, and return the manifest and the result."""
     return verify_artifact(directory, kind), load(directory)
 
 
 def file_faults(directory: Path, manifest: Manifest) -> list[str]:
-    """Return a sentence for each file that differs from the manifest. The model card may be edited or removed."""
+    """Return an error message for each mismatch between files and manifest, except for changes of the model card."""
     listed = set(manifest.files) - {CARD_FILE}
     hidden = {name for name in files_of(directory) if name.startswith(".")} - listed
     present = set(files_of(directory)) - hidden - {MANIFEST_FILE, CARD_FILE}
@@ -138,13 +138,13 @@ def _content_fault(path: Path, entry: dict[str, Any]) -> str | None:
 
 
 def check_target(manifest: Manifest, *, vocab_size: int, tokenizer_fingerprint: str | None, name: str) -> None:
-    """Raise ValueError if an artifact's vocabulary size or tokenizer is not the target's.
+    """Raise ValueError if the vocabulary size or tokenizer of an artifact differs from the target's.
 
     Args:
         manifest: Manifest of the artifact.
         vocab_size: Vocabulary size of the target.
         tokenizer_fingerprint: Fingerprint of the target's tokenizer, if known.
-        name: Name of the artifact in the message.
+        name: Name of the artifact for the error message.
     """
     if manifest.vocab_size != vocab_size:
         raise ValueError(f"{name} has a vocabulary of {manifest.vocab_size} tokens, but the target has {vocab_size}")
@@ -161,7 +161,7 @@ def check_new(out: Path) -> None:
 
 
 def check_replaceable(out: Path) -> None:
-    """Raise ValueError if `out` holds other files than an artifact, or cannot be written."""
+    """Raise ValueError if `out` contains files but no artifact, or cannot be written."""
     check_writable(out, folder=True)
     if out.is_dir() and not (out / MANIFEST_FILE).is_file() and any(out.iterdir()):
         raise ValueError(f"{out} contains files that are not an artifact and is not overwritten: choose another folder")

@@ -1,6 +1,6 @@
 """Model card (README.md) of an artifact, rendered from its manifest and `Evidence` with `card.md.j2`.
 
-The template escapes Markdown in all texts and removes local paths.
+The template escapes Markdown in all values and removes local paths from them.
 """
 
 import re
@@ -21,27 +21,27 @@ _KINDS = {
     "target": ("a target model for speculative decoding", None, []),
     "eagle3": ("EAGLE-3 heads on a target's hidden states", None, ["eagle3", "prediction-heads"]),
 }
-"""Description, method and tags by role."""
+"""Description, decoding method and hub tags of each type of artifact."""
 _HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*/[A-Za-z0-9][A-Za-z0-9_.-]*")
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """Facts about an artifact that are not in its manifest."""
+    """Information for the model card that is not in the manifest."""
 
     licence: str | None = None
     base_model: str | None = None
-    """Hub id of the model that it was derived from or trained for."""
+    """Hub id of the model that the artifact was derived from or trained for."""
     datasets: tuple[str, ...] = ()
-    """Hub ids of its data."""
+    """Hub ids of the training datasets."""
     licences: Mapping[str, str] = field(default_factory=dict)
-    """Licences of the data by source."""
+    """Mapping from data source to licence."""
     results: Mapping[str, Any] | None = None
-    """Results of `draftsmith evaluate`, with the `methods` and `certificates` of this artifact."""
+    """Results of `draftsmith evaluate`, with the `methods` and `certificates` that concern this artifact."""
 
 
 def model_card(manifest: Manifest, name: str, evidence: Evidence | None = None) -> str:
-    """Return README.md of an artifact in a folder or repository called `name`."""
+    """Render the README.md of an artifact. `name` is the name of its folder or repository."""
     known = evidence or Evidence()
     is_eagle = manifest.shapes.get("architecture") == "eagle3"
     is_native = manifest.export is None or bool(manifest.export.get("native"))
@@ -75,7 +75,7 @@ def model_card(manifest: Manifest, name: str, evidence: Evidence | None = None) 
 
 
 def base_model(manifest: Manifest) -> str | None:
-    """Return the hub id of the model that an artifact was derived from or trained for, unless it is a local folder."""
+    """Return the hub id of the model that an artifact was derived from or trained for; None for local models."""
     source = (manifest.recipe.get("model") or {}).get("source") if manifest.kind == "drafter" else None
     for source_name in (source, (manifest.target or {}).get("id")):
         name = source_name.partition("@")[0] if isinstance(source_name, str) and not Path(source_name).exists() else ""
@@ -85,7 +85,7 @@ def base_model(manifest: Manifest) -> str | None:
 
 
 def data_sources(manifest: Manifest) -> list[dict[str, Any]]:
-    """Return the corpora of an artifact: `source`, `hub` (id or corpus; None for files), `files`, `rows`, `kept`."""
+    """List an artifact's data sources, with the keys `source`, `hub` (None for files), `files`, `rows` and `kept`."""
     identity, corpora = manifest.data.get("source") or {}, []
     options, counts = identity.get("options") or {}, (manifest.data.get("corpus") or {}).get("sources") or []
     hashes = identity.get("sources") or []
@@ -102,7 +102,7 @@ def data_sources(manifest: Manifest) -> list[dict[str, Any]]:
 
 
 def _target(known: Mapping[str, Any]) -> str:
-    """Return the arguments for loading the target with transformers."""
+    """Return Python code of the `from_pretrained` arguments that load the target."""
     name, revision = str(known.get("id", "the-target")), known.get("revision")
     if revision is None or not _HUB_NAME.fullmatch(name):
         return python(public(name))

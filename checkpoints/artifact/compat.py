@@ -1,8 +1,8 @@
-"""Compatibility of model and tokenizer settings with versions of transformers before 5.
+"""Conversion of model and tokenizer configurations for transformers versions before 5.
 
-Older versions reject tokenizers of transformers 5 because of another class name and a list of special tokens under
-another key, and some read the chat template from the settings only. They ignore the base and scaling of rotary
-positions, which are stored under another key, and use defaults.
+These versions reject the class name and the list of special tokens that transformers 5 writes to tokenizer configs.
+Some of them load the chat template from `tokenizer_config.json` only. They also ignore the RoPE base and scaling, which
+transformers 5 stores under `rope_parameters`, and use defaults.
 """
 
 import json
@@ -17,7 +17,7 @@ TEMPLATE_FILE = "chat_template.jinja"
 
 
 def patch_model(folder: Path) -> None:
-    """Add the rotary settings of `config.json` under their older keys. Raises ValueError if it cannot be read."""
+    """Duplicate RoPE settings of `config.json` under the keys of transformers 4. Raises ValueError if it is invalid."""
     path = folder / MODEL_FILE
     if not path.is_file():
         return
@@ -40,13 +40,13 @@ def _rotary(model_type: Any, rope: dict[str, Any]) -> dict[str, Any]:
 
 
 def save_tokenizer(tokenizer: Any, folder: Path) -> None:
-    """Save a tokenizer with `save_pretrained` and `patch_tokenizer`."""
+    """Save a tokenizer in a form that transformers versions before 5 can load (see `patch_tokenizer`)."""
     tokenizer.save_pretrained(folder)
     patch_tokenizer(folder)
 
 
 def patch_tokenizer(folder: Path) -> None:
-    """Rewrite a `tokenizer_config.json` that older versions reject. Raises ValueError if a file cannot be read."""
+    """Convert a saved tokenizer for transformers versions before 5. Raises ValueError if a file cannot be read."""
     path, template = folder / CONFIG_FILE, folder / TEMPLATE_FILE
     if not (folder / "tokenizer.json").is_file() or not path.is_file():
         return
@@ -67,5 +67,5 @@ def patch_tokenizer(folder: Path) -> None:
 
 
 def write_config(path: Path, config: dict[str, Any]) -> None:
-    """Write a JSON file of settings."""
+    """Write a configuration as a JSON file."""
     path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,6 +1,6 @@
-"""Resolution of artifacts: a local folder, or a repository of the hub at a revision, which is downloaded and verified.
+"""Resolution of model and artifact locations: local folders, or hub repositories, which are downloaded and verified.
 
-Credentials come from huggingface_hub's own store. Files in its cache need no network.
+Downloads use the credentials and the cache of huggingface_hub.
 """
 
 import glob
@@ -16,21 +16,21 @@ from ..storage.redaction import REDACTED, redacted
 from .artifact import load_manifest, verify_artifact
 
 SETTINGS_FILES = ("*.json", "*.model", "*.txt", "*.jinja")
-"""Patterns of a model's configuration and tokenizer."""
+"""Glob patterns of configuration and tokenizer files."""
 _MODEL_FILES = ("model*.safetensors", ADAPTER_FILE, DRAFT_VOCABULARY, *SETTINGS_FILES)
 _METHOD_FILES = (*_MODEL_FILES, *(f"{part}/*.safetensors" for part in ("drafter-*", "heads", "table")))
 _PLAIN_FILES = {"heads": (HEADS_FILE, CONFIG_FILE), "table": (TABLE_FILE,), "None": _METHOD_FILES}
-"""Files to download from repositories without an artifact, by kind ("None": a model or saved method). No pickles."""
+"""Glob patterns to download from repositories without `artifact.json`, by kind ("None": a model or saved method)."""
 
 
 def resolve(location: str | Path, kind: str | None = None, revision: str | None = None) -> Path:
-    """Return the folder of an artifact or of a published model, heads or table.
+    """Return the local folder of an artifact, model, heads or table, which is downloaded if necessary.
 
-    A local folder is returned as it is. An artifact on the hub (`user/name[@revision]`) is downloaded and verified.
-    From a repository without `artifact.json`, only the files of `kind` are downloaded.
+    A local folder is returned unchanged. An artifact on the hub (`user/name[@revision]`) is downloaded and verified.
+    If a repository has no `artifact.json`, only the files of `kind` are downloaded.
 
-    Raises ValueError: there is no such folder, repository or revision, access is denied, the hub cannot be reached, a
-    folder is combined with `revision`, or the artifact is damaged or of another kind.
+    Raises ValueError if the folder, repository or revision does not exist or is inaccessible, if `revision` is given
+    for a local folder, or if the artifact is damaged or of another kind.
     """
     folder = find_local(location)
     if folder is not None:
@@ -46,10 +46,10 @@ def resolve(location: str | Path, kind: str | None = None, revision: str | None 
 
 @cache
 def model_source(location: str, *, weights: bool = True) -> str:
-    """Return the path or hub id that transformers loads a model from; cached per process.
+    """Return the path or hub id to pass to `from_pretrained`. The result is cached per process.
 
-    GGUF files are converted. `user/name@revision` and artifacts on the hub are downloaded, without `weights` only their
-    configuration and tokenizer. Other hub ids are returned unchanged.
+    GGUF files are converted. `user/name@revision` is downloaded, with `weights=False` only its configuration and
+    tokenizer. An artifact on the hub is downloaded and verified. Any other hub id is returned unchanged.
 
     Raises ValueError as `resolve` does, and for a path that does not exist.
     """
@@ -68,12 +68,12 @@ def model_source(location: str, *, weights: bool = True) -> str:
 
 
 def fetch_model(location: str) -> Path:
-    """Download a model's configuration, safetensors weights and tokenizer; return their folder."""
+    """Download a model's configuration, safetensors weights and tokenizer, and return their folder."""
     return find_folder(location, _MODEL_FILES)
 
 
 def find_folder(source: str, files: Sequence[str]) -> Path:
-    """Return the folder itself, or that of the downloaded files of a hub id. Raises ValueError if there is none."""
+    """Return a local folder, or download `files` of a hub id and return their folder. Raises ValueError if missing."""
     folder = find_local(source)
     if folder is None:
         repo, revision = parse_hub_id(source)
@@ -84,7 +84,7 @@ def find_folder(source: str, files: Sequence[str]) -> Path:
 
 
 def fetch(repo: str, patterns: Sequence[str], revision: str | None = None) -> Path:
-    """Download files from the hub and return their folder in its cache. Raises ValueError if they are unavailable."""
+    """Download files that match `patterns` from the hub, and return the cache folder. Raises ValueError on failure."""
     from huggingface_hub import snapshot_download
 
     named = repo if revision is None else f"{repo} at {revision}"
@@ -93,9 +93,9 @@ def fetch(repo: str, patterns: Sequence[str], revision: str | None = None) -> Pa
 
 
 def fetch_artifact(repo: str, folder: Path, kind: str | None = None) -> Path:
-    """Download and verify all files of an artifact, given the snapshot with its manifest.
+    """Download and verify all files of an artifact. `folder` is a hub snapshot that contains its manifest.
 
-    Raises ValueError on errors.
+    Raises ValueError if the download or the verification fails.
     """
     manifest = load_manifest(folder, kind)
     names = [glob.escape(name) for name in (MANIFEST_FILE, *manifest.files)]
@@ -112,7 +112,7 @@ def fetch_artifact(repo: str, folder: Path, kind: str | None = None) -> Path:
 
 @contextmanager
 def hub_errors(prefix: str, repo: str) -> Iterator[None]:
-    """Convert the hub client's errors to ValueErrors that start with `prefix`, without tokens; re-raise file errors."""
+    """Convert errors of huggingface_hub to ValueErrors that start with `prefix`. Local file errors are re-raised."""
     from huggingface_hub import get_token
     from huggingface_hub.errors import HfHubHTTPError, HTTPError
 

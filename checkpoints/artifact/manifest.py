@@ -1,4 +1,4 @@
-"""Manifest of an artifact, `artifact.json`: its kind, its origin and the hash of every file."""
+"""Manifest of an artifact (`artifact.json`): kind, provenance and file hashes."""
 
 import json
 import math
@@ -25,54 +25,54 @@ _LIBRARIES = (
 
 @dataclass(frozen=True)
 class Manifest:
-    """Contents of `artifact.json`. Dictionaries hold plain JSON values only."""
+    """Contents of `artifact.json`. All dictionaries must be JSON-serialisable."""
 
     kind: str
-    """One of drafter, heads, table or target."""
+    """Type of the artifact: `drafter`, `heads`, `table` or `target`."""
     vocab_size: int
-    """Vocabulary size V of its tensors."""
+    """Vocabulary size V of the artifact."""
     tokenizer_fingerprint: str | None
-    """Result of `tokenizer_fingerprint` for its tokenizer."""
+    """Fingerprint of the tokenizer (see `model_ref.tokenizer_fingerprint`); None if unknown."""
     target: dict[str, Any] | None
-    """Target model: id, revision, sha256."""
+    """Target model: `id`, `sha256` and, if known, `revision`. None without a target."""
     shapes: dict[str, Any]
-    """Sizes by name."""
+    """Sizes and types that describe the model, such as `num_heads` or `model_type`."""
     recipe: dict[str, Any]
     """Resolved recipe, without secrets."""
     data: dict[str, Any]
-    """Origin of the data: source, rows, tokens, sha256."""
+    """Provenance of the training data."""
     training: dict[str, Any]
-    """Results of the training."""
+    """Training results."""
     evaluation: dict[str, Any] | None
-    """Results of the evaluation."""
+    """Evaluation results."""
     versions: dict[str, str | None]
-    """Versions of Python and libraries at creation; null if not installed."""
+    """Versions of Python and of the main libraries at creation; None for a library that is not installed."""
     files: dict[str, dict[str, Any]]
-    """SHA-256 (hex) and bytes of every file except `artifact.json`, by relative path."""
+    """Mapping from relative path to SHA-256 (hex) and size in bytes, for every file except `artifact.json`."""
     created: str | None = None
-    """Creation time: UTC, ISO 8601."""
+    """Creation time in UTC (ISO 8601)."""
     command: str | None = None
-    """Command that created it."""
+    """Command line that created the artifact."""
     export: dict[str, Any] | None = None
-    """Description of an export: its format, its readers, whether this package loads it (`native`), and the hashes of
-    the artifact's files (`of`). None for artifacts."""
+    """Export settings: `format`, supported engines (`readers`), whether this package can load it (`native`), and the
+    file hashes of the exported artifact (`of`). None if this is not an export."""
     schema: int = SCHEMA_VERSION
     """Schema version of the manifest."""
 
     @property
     def role(self) -> str:
-        """Kind as displayed: a language model that was not made for a target is itself a target."""
+        """Kind to display: `target` for a language model that was not made for a target, otherwise `kind`."""
         return "target" if self.kind == "drafter" and self.target is None else self.kind
 
     def to_json(self) -> str:
-        """Return the text of `artifact.json`."""
+        """Serialise the manifest to the JSON text of `artifact.json`."""
         values = asdict(self)
         ordered = {"schema": values.pop("schema")} | values
         return json.dumps(ordered, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> "Manifest":
-        """Parse a text of `to_json`. Raises ValueError if it is not JSON, has another schema, or fields are wrong."""
+        """Parse the output of `to_json`. Raises ValueError for invalid JSON, fields or schema version."""
         values = parse_json(text)
         if values.get("schema") != SCHEMA_VERSION:
             raise ValueError(f"its schema version is {brief(values.get('schema'))}, expected {SCHEMA_VERSION}")
@@ -101,9 +101,9 @@ def _check_types(values: dict[str, Any]) -> None:
 
 
 def to_json_safe(value: Any) -> Any:
-    """Convert a value to plain JSON without secrets. Raises ValueError if that is not possible.
+    """Convert a value to JSON-serialisable types and redact secrets. Raises ValueError for unsupported types.
 
-    Paths become text, tuples and sets become lists, array scalars become numbers, and non-finite numbers become null.
+    Paths become strings, tuples and sets become lists, array scalars become numbers, non-finite numbers become null.
     """
     return without_secrets(_plain(value))
 
@@ -127,7 +127,7 @@ def _plain(value: Any) -> Any:
 
 
 def library_versions() -> dict[str, str | None]:
-    """Return the versions of Python and the libraries; None for those that are not installed."""
+    """Return the versions of Python and of the main libraries; None for a library that is not installed."""
     versions: dict[str, str | None] = {"python": platform.python_version()}
     for name in _LIBRARIES:
         try:

@@ -1,4 +1,4 @@
-"""Jinja templates of Markdown, with filters that escape names and texts for Markdown, Python and bash."""
+"""Jinja environment for Markdown templates, with filters that escape values for Markdown, Python and bash."""
 
 import html
 import json
@@ -16,7 +16,7 @@ _PATH = re.compile(r"(?<![\w:/.\\~-])(?:~|[A-Za-z]:)?(?:[/\\][^\s/\\'\"<>|,;=:]+
 
 
 def environment(folder: Path) -> jinja2.Environment:
-    """Return the templates in a folder, with this module's functions as filters."""
+    """Return a Jinja environment for the templates in a folder, with this module's functions as filters."""
     templates = jinja2.Environment(
         loader=jinja2.FileSystemLoader(folder),
         undefined=jinja2.StrictUndefined,
@@ -29,39 +29,39 @@ def environment(folder: Path) -> jinja2.Environment:
 
 
 def text(value: Any) -> str:
-    """Return a value as one escaped line of Markdown, without local folders."""
+    """Format a value as one line of escaped Markdown, with local paths reduced to file names."""
     return _MARKED.sub(r"\\\1", html.escape(line(public(str(value))), quote=False))
 
 
 def public(value: str) -> str:
-    """Return a text without local folders: `/home/me/runs/a.json` becomes `a.json`."""
+    """Reduce local paths in a string to file names: `/home/me/runs/a.json` becomes `a.json`."""
     return _PATH.sub(lambda match: re.split(r"[/\\]", match[0].rstrip("/\\"))[-1], value)
 
 
 def line(value: Any) -> str:
-    """Return a text on one line, without secrets and unprintable characters."""
+    """Join the lines of a value, and remove secrets and unprintable characters."""
     return "".join(one for one in " ".join(redacted(str(value)).split()) if one.isprintable())
 
 
 def span(value: str) -> str:
-    """Return a text as inline code in Markdown."""
+    """Format a string as inline code in Markdown."""
     ticks = "``" if "`" in value else "`"
     space = " " if "`" in value else ""
     return f"{ticks}{space}{line(value)}{space}{ticks}"
 
 
 def python(value: str) -> str:
-    """Return a text as a Python literal."""
+    """Format a string as a Python literal, with secrets redacted."""
     return json.dumps(redacted(value), ensure_ascii=False)
 
 
 def shell(value: str) -> str:
-    """Return a model's name as an argument in bash that cannot be taken for an option."""
+    """Quote a model's name for bash, so that a leading dash is not parsed as an option."""
     return shlex.quote(f"./{value}" if value.startswith("-") else value)
 
 
 def number(value: Any) -> str:
-    """Return a number in readable form, and anything else as text."""
+    """Format a number with thousands separators or four significant digits, and other values with `text`."""
     if isinstance(value, float):
         return f"{value:.4g}"
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else text(value)

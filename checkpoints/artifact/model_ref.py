@@ -1,4 +1,4 @@
-"""References to models and artifacts: the location of their files, and the hashes that identify them."""
+"""References to models and artifacts, with the location and the hashes of their files."""
 
 import hashlib
 import json
@@ -20,22 +20,22 @@ _READERS = 8  # threads; hashing releases the GIL
 
 @dataclass(frozen=True)
 class ModelRef:
-    """Reference to a model, adapter, heads or table, resolved to its files."""
+    """Reference to a model, adapter, heads or table, with the location and the hashes of its files."""
 
     source: str
-    """Folder, GGUF file or hub id as named by the recipe."""
+    """Folder, GGUF file or hub id, as given in the recipe."""
     path: str
     """Folder that the files are loaded from, or the hub id that transformers downloads."""
     revision: str | None
-    """Commit of a model on the hub that was named with a revision."""
+    """Commit on the hub; None if the source was given without a revision."""
     sha256: str | None
-    """Hash of `files`; None for a model that is not on this machine."""
+    """Hash of `files`; None if the model has no local files."""
     files: dict[str, str]
-    """SHA-256 by name of the files that determine the model's outputs: configuration, weights and tokenizer, for an
-    adapter also its base model's. For an artifact: all files but its descriptions."""
+    """Mapping from file name to SHA-256, for the configuration, weights and tokenizer. An adapter also has the files of
+    its base model. An artifact has all its files except README.md and recipe.yaml."""
 
     def record(self) -> dict[str, Any]:
-        """Return the reference as stored in results and certificates, without the path."""
+        """Return all fields except `path` as a dictionary, as stored in results and certificates."""
         return {name: value for name, value in asdict(self).items() if name != "path"}
 
 
@@ -46,7 +46,7 @@ def resolve_model(source: str, path: str | None = None) -> ModelRef:
         source: Folder, GGUF file, or `user/name[@revision]` on the hub, which is downloaded.
         path: Folder of the files, if known.
 
-    Raises ValueError: there is no such model, or a file differs from the artifact's manifest.
+    Raises ValueError if the model does not exist, or a file differs from the artifact's manifest.
     """
     path = path or model_source(source)
     revision = Path(path).name if split_revision(source)[1] is not None else None
@@ -68,7 +68,7 @@ def resolve_model(source: str, path: str | None = None) -> ModelRef:
 
 
 def source_hash(source: str) -> Any:
-    """Return the hash of a model or an artifact; for other sources, the path and hash of each file."""
+    """Return the hash of a model or artifact folder; for any other path, a list of file paths and hashes."""
     folder = Path(source)
     if any((folder / name).is_file() for name in (MANIFEST_FILE, CONFIG_FILE)):
         return resolve_model(source).sha256
@@ -77,14 +77,14 @@ def source_hash(source: str) -> Any:
 
 
 def target_record(source: str, sha256: str | None = None) -> dict[str, str | None]:
-    """Return a target as stored in manifests: id, hash and, if a revision was given, its commit."""
+    """Return the `target` entry of a manifest: id, SHA-256 and, if `source` has a revision, the commit."""
     name, revision = split_revision(source)
     commit = {} if revision is None else {"revision": Path(model_source(source, weights=False)).name}
     return {"id": name, **commit, "sha256": sha256}
 
 
 def is_unchanged(record: dict[str, Any]) -> bool:
-    """Check that the files of a `ModelRef.record` are unchanged or are not on this machine."""
+    """Check that the files of a `ModelRef.record` are unchanged. Returns True if they are not stored locally."""
     folder = find_local(str(record["source"]))
     if folder is None or record["sha256"] is None:
         return True
@@ -117,10 +117,7 @@ def _weights(folder: Path) -> list[Path]:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """Return the safetensors files that transformers would load.
-
-    Raises ValueError if there are none or one is missing.
-    """
+    """Return the safetensors files that transformers loads. Raises ValueError if any of them is missing."""
     whole, index = (directory / name for name in WHOLE_FILES)
     if whole.is_file():
         return [whole]
@@ -136,10 +133,10 @@ def weight_files(directory: Path) -> list[Path]:
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:
-    """Return the SHA-256 (hex) of a tokenizer's vocabulary, sorted by id, and of its special tokens' ids.
+    """Return the SHA-256 (hex) of a tokenizer's vocabulary and special token ids.
 
-    Two tokenizers with the same fingerprint have the same text for every id. Padding with another special token does
-    not change it.
+    Tokenizers with the same fingerprint map every id to the same text. The choice of the padding token does not
+    change the fingerprint.
     """
     pairs = sorted((int(number), token) for token, number in tokenizer.get_vocab().items())
     special = sorted({int(number) for number in tokenizer.all_special_ids})

@@ -1,7 +1,7 @@
-"""Exports of artifacts to the formats of other programs, each checked by a round trip.
+"""Export of artifacts to the formats of serving engines, with a round-trip check.
 
-An export is an artifact of the same kind with `export` in its manifest, so it can be verified and pushed. Its
-SERVING.md is rendered from `serving/`.
+An export is an artifact of the same kind whose manifest has an `export` entry, so it can be verified and pushed. Its
+SERVING.md is rendered from a template in `serving/`.
 """
 
 import json
@@ -33,7 +33,7 @@ _INHERITED = (
 
 @dataclass(frozen=True)
 class Source:
-    """Artifact to export, whose files have been checked."""
+    """Verified artifact to export."""
 
     folder: Path
     manifest: Manifest
@@ -47,11 +47,11 @@ class ExportOptions:
     """
 
     target: str | None = None
-    """Folder or hub id of the target to serve it with (default: the one in the manifest)."""
+    """Folder or hub id of the target (default: the target in the manifest)."""
     speculative_tokens: int | None = None
     """Number of draft tokens per step, for formats that store or recommend one."""
     llama_cpp: Path | None = None
-    """Checkout of llama.cpp, for its converter."""
+    """Path of a llama.cpp checkout, which contains the GGUF converter."""
 
     def changed_options(self) -> list[str]:
         """Return the names of the options that differ from their defaults."""
@@ -60,35 +60,35 @@ class ExportOptions:
 
 @dataclass(frozen=True)
 class Format:
-    """Format of another program, with the functions that write and compare it."""
+    """Export format, with the functions that write and check an export."""
 
     name: str
     kind: str
     """Kind of the artifacts that can be exported in this format."""
     summary: str
-    """Description in one line."""
+    """One-line description."""
     readers: str
-    """Programs that read it, with their versions."""
+    """Serving engines that load the format, with their versions."""
     write: Callable[[Source, Path, ExportOptions], None]
-    """Function that fills an empty folder. Raises ValueError if the artifact does not fit the format."""
+    """Function that writes the export to an empty folder. Raises ValueError if the artifact is not supported."""
     compare: Callable[[Source, Path, ExportOptions], list[str]]
-    """Function that reads the folder as its readers would, compares tensors and outputs with the artifact, and returns
-    a line for each equal item. Raises ValueError for a difference."""
+    """Function that loads the export as a serving engine would, compares tensors and outputs with the artifact, and
+    returns a line for each check that passed. Raises ValueError if any differ."""
     values: Callable[[Source, Path, ExportOptions], dict[str, Any]] = lambda source, folder, options: {}
-    """Function that returns values for its template in `serving/`, besides `folder`, `target` and `tokens`."""
+    """Function that returns additional variables for the template in `serving/`."""
     options: tuple[str, ...] = ()
-    """Names of the `ExportOptions` that it takes."""
+    """Names of the `ExportOptions` fields that the format accepts."""
     native: bool = False
-    """True if this package loads it like an artifact."""
+    """True if this package can load the export like an artifact."""
 
 
 def option_name(name: str) -> str:
-    """Return an option as typed on the command line."""
+    """Return the command-line form of an option name, such as `--llama-cpp`."""
     return f"--{name.replace('_', '-')}"
 
 
 def target_name(source: Source, options: ExportOptions) -> str | None:
-    """Return the folder or hub id of the target: the user's choice, else the one in the manifest, or None."""
+    """Return the folder or hub id of the target from the options or the manifest; None if neither names it."""
     if options.target:
         return options.target
     known = source.manifest.target or {}
@@ -97,7 +97,7 @@ def target_name(source: Source, options: ExportOptions) -> str | None:
 
 
 def needed_target(source: Source, options: ExportOptions, reason: str) -> str:
-    """Return the target's name. Raises ValueError with this `reason` if neither user nor manifest names it."""
+    """Return the target's name. Raises ValueError, with `reason` in the message, if it is unknown."""
     name = target_name(source, options)
     if name is None:
         raise ValueError(f"{source.folder} does not name its target, but {reason}: pass --target")
@@ -107,10 +107,10 @@ def needed_target(source: Source, options: ExportOptions, reason: str) -> str:
 def export_artifact(
     artifact: Path, form: str, out: Path, formats: Mapping[str, Format], options: ExportOptions | None = None
 ) -> list[str]:
-    """Write an artifact in another format to `out` atomically, and return a line for each item found equal.
+    """Export an artifact to `out` atomically, and return one line for each check that passed.
 
-    Raises ValueError: the format or an option is unknown or unsuitable, the artifact is damaged or does not fit, `out`
-    holds something else, or the export differs from its artifact.
+    Raises ValueError if the format or an option is invalid, the artifact is damaged or not supported, `out` contains
+    other files, or the export differs from the artifact.
     """
     options, artifact, out = options or ExportOptions(), Path(artifact), Path(out)
     if form not in formats:
@@ -142,7 +142,7 @@ def export_artifact(
 
 
 def check_same_tensors(tensors: dict[str, Tensor], expected: dict[str, Tensor], folder: Path) -> None:
-    """Raise ValueError if tensors read from a folder differ from the artifact's in names, dtypes or values."""
+    """Raise ValueError if two sets of tensors differ in names, dtypes or values. `folder` is named in the message."""
     if names := sorted(set(tensors) ^ set(expected)):
         raise ValueError(f"the tensors in {folder} are not those of the artifact: {', '.join(names[:3])}")
     for name, tensor in expected.items():
@@ -167,7 +167,7 @@ def _check_request(source: Source, chosen: Format, options: ExportOptions, forma
 
 
 def _check_out(out: Path, source: Source, chosen: Format) -> None:
-    """Raise ValueError unless `out` is new or an earlier export in the same format."""
+    """Raise ValueError if `out` is inside the artifact, or contains an artifact other than an export in this format."""
     check_writable(out, folder=True)
     artifact = source.folder.resolve()
     if artifact in (out.resolve(), *out.resolve().parents):
@@ -186,7 +186,7 @@ def _check_out(out: Path, source: Source, chosen: Format) -> None:
 def _serving_text(
     source: Source, folder: Path, chosen: Format, options: ExportOptions, name: str, findings: list[str]
 ) -> str:
-    """Return SERVING.md of an export in `folder` that will be called `name`."""
+    """Render SERVING.md for an export in `folder`. `name` is its final folder name."""
     named = target_name(source, options)
     target, revision = (None, None) if named is None else split_revision(named)  # engines take names without a revision
     values = {"form": chosen, "folder": name, "findings": findings, "target": target, "revision": revision}
@@ -198,5 +198,5 @@ def _serving_text(
 
 
 def _escape_json(value: str) -> str:
-    """Escape a value for a JSON string within single quotes of a shell."""
+    """Escape a value for use in a JSON string inside single shell quotes."""
     return json.dumps(value)[1:-1].replace("'", "\\u0027")

@@ -1,6 +1,6 @@
-"""Exports of drafters as assistants of transformers and as draft models of vLLM and SGLang, with LoRA adapters merged.
+"""Export of draft models for transformers (assisted generation), vLLM and SGLang. LoRA adapters are merged.
 
-Letters: B sequences, T tokens, V vocabulary, R tokens of the draft vocabulary.
+Shape letters: B batch, T tokens, V vocabulary, R draft vocabulary.
 """
 
 import shutil
@@ -36,17 +36,17 @@ _OURS = (MANIFEST_FILE, "README.md", "recipe.yaml")
 """Files of an artifact that are not copied to its export."""
 _OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf")
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
-"""Tolerances of logits relative to the largest, for the rounding of merged adapters in each dtype."""
+"""Maximum difference of logits after merging an adapter, relative to the largest logit, for each dtype."""
 
 
 def load_drafter(folder: Path, *, merged: bool = True) -> Any:
-    """Load the model in a folder, with an adapter `merged` or separate; see `load_language_model`."""
+    """Load the model in a folder. A LoRA adapter is merged into its base model, unless `merged` is False."""
     load = partial(load_language_model, dtype="auto")
     return with_adapter(folder, load, merged=merged) if is_adapter(folder) else load(folder)
 
 
 def load_merged(source: Source) -> Any:
-    """Load an artifact's model as exported: with an adapter merged and a padded output layer."""
+    """Load an artifact's model as it is exported: its adapter is merged, and its output layer covers all tokens."""
     model = load_drafter(source.folder)
     if (ids_R := draft_tokens_of(source)) is not None:
         _pad(model, ids_R)
@@ -54,12 +54,12 @@ def load_merged(source: Source) -> Any:
 
 
 def draft_tokens_of(source: Source) -> Tensor | None:
-    """Return the ids of an artifact's draft vocabulary, int64 [R]; None for all tokens."""
+    """Return the token ids of an artifact's draft vocabulary, int64 [R]; None if it drafts all tokens."""
     return read_vocabulary(source.folder, source.manifest.vocab_size)
 
 
 def _pad(model: Any, ids_R: Tensor) -> None:
-    """Untie a model's output layer, and fill untrained rows so that they are never the most probable."""
+    """Untie the output layer, and overwrite rows outside the draft vocabulary so that they are never the argmax."""
     head, used = model.get_output_embeddings(), ids_R.tolist()
     rows: list[int | None] = [None] * len(head.weight)
     for number in used:
@@ -70,12 +70,12 @@ def _pad(model: Any, ids_R: Tensor) -> None:
 
 
 def drafter_config(source: Source) -> Any:
-    """Return the configuration of the drafter, or of its adapter's base model."""
+    """Return the configuration of an artifact's model; for an adapter, that of its base model."""
     return load_config(base_of(source.folder) if is_adapter(source.folder) else source.folder)
 
 
 def stored_dtypes(folder: Path) -> set[str]:
-    """Return the dtypes of a model's tensors by their names in safetensors, such as F32."""
+    """Return the safetensors dtype names, such as F32, of a model's tensors."""
     types = set[str]()
     for path in set(folder.glob("*.safetensors")) - {folder / DRAFT_VOCABULARY}:
         types |= {dtype for dtype, _ in check_safetensors(path).values()}
@@ -83,10 +83,7 @@ def stored_dtypes(folder: Path) -> set[str]:
 
 
 def write_whole(source: Source, folder: Path) -> None:
-    """Write the model's files, with an adapter merged.
-
-    Raises ValueError for custom code, other weights, a bad adapter.
-    """
+    """Write the model's files, with its adapter merged. Raises ValueError for custom code or unsupported weights."""
     for name in source.manifest.files:
         if Path(name).suffix == ".py":
             raise ValueError(f"{source.folder / name} is custom code of the model, which cannot be exported")
@@ -110,7 +107,7 @@ def write_whole(source: Source, folder: Path) -> None:
 
 @torch.no_grad()
 def random_logits(model: Any) -> Tensor:
-    """Return float32 logits [B, T, V] of fixed pseudorandom ids."""
+    """Compute float32 logits [B, T, V] for fixed pseudorandom token ids."""
     vocab_size = model.config.get_text_config(decoder=True).vocab_size
     ids_BT = torch.randint(vocab_size, (2, 16), generator=torch.Generator().manual_seed(0))
     more = {"decoder_input_ids": ids_BT} if model.config.is_encoder_decoder else {}
@@ -119,7 +116,7 @@ def random_logits(model: Any) -> Tensor:
 
 
 def compare_whole(source: Source, folder: Path) -> list[str]:
-    """Compare tensors, logits and tokenizer of the written model with the artifact's, merged if it is an adapter."""
+    """Compare tensors, logits and tokenizer of an export with the artifact, and return a line for each passed check."""
     written, expected = load_drafter(folder), load_merged(source).state_dict()
     check_same_tensors(written.state_dict(), expected, folder)
     merged = ", with the adapter merged" if is_adapter(source.folder) else ""
@@ -131,9 +128,9 @@ def compare_whole(source: Source, folder: Path) -> list[str]:
 
 
 def _compare_logits(source: Source, written: Any, folder: Path) -> Iterator[str]:
-    """Yield a line for each equality of logits. Raises ValueError if they differ by more than rounding.
+    """Yield a line for each check of logits that passed. Raises ValueError if logits differ by more than rounding.
 
-    A padded model must never have a most probable token outside the draft vocabulary.
+    With a draft vocabulary, the argmax of the exported model must always be in the draft vocabulary.
     """
     original = load_drafter(source.folder, merged=False)
     original_BTV, written_BTV = random_logits(original), random_logits(written)
@@ -188,7 +185,7 @@ ARCHITECTURES = (
     *("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "OPTForCausalLM"),
     *("GPTNeoXForCausalLM", "GPT2LMHeadModel", "GemmaForCausalLM", "Gemma2ForCausalLM", "Phi3ForCausalLM"),
 )
-"""Small decoders that vLLM and SGLang both run, with their own modules except for GPT-NeoX in SGLang."""
+"""Architectures that vLLM and SGLang both support, natively except for GPT-NeoX in SGLang."""
 DTYPES = ("F32", "F16", "BF16")
 
 
@@ -200,7 +197,7 @@ def _write_draft_model(source: Source, folder: Path, options: ExportOptions) -> 
 
 
 def _problems(folder: Path) -> list[str]:
-    """Return why the engines would refuse the drafter."""
+    """Return the reasons why vLLM and SGLang do not support the drafter."""
     config, problems = load_config(folder), []
     named = config.architectures
     architecture = named[0] if isinstance(named, list) and named else "not given"

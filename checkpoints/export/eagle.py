@@ -1,4 +1,4 @@
-"""Export of EAGLE-3 heads for serving engines, which read their config in different ways (`pairs/eagle.py`)."""
+"""Export of EAGLE-3 heads for serving engines. See `pairs/eagle.py` for how each engine interprets their config."""
 
 from collections.abc import Collection
 from pathlib import Path
@@ -17,7 +17,7 @@ from .target import load_tokenizer
 
 
 def eagle_of(source: Source) -> EagleHeads:
-    """Load an artifact's EAGLE-3 heads. Raises ValueError if it holds other heads, or they are incomplete."""
+    """Load an artifact's EAGLE-3 heads. Raises ValueError if it contains other heads or incomplete ones."""
     if not is_eagle(source.folder):
         raise ValueError(f"{source.folder} contains Medusa heads, not EAGLE-3 heads: export them with --to medusa")
     heads = load_eagle(source.folder)
@@ -27,7 +27,7 @@ def eagle_of(source: Source) -> EagleHeads:
 
 
 def steps_of(source: Source, options: ExportOptions) -> int:
-    """Return the number of draft tokens: the user's choice, or the number of steps in training."""
+    """Return the number of draft tokens from the options, by default the number of drafting steps in training."""
     return options.speculative_tokens or int(source.manifest.shapes.get("num_heads", SPECULATIVE_TOKENS))
 
 
@@ -36,9 +36,9 @@ def _write(source: Source, folder: Path, options: ExportOptions) -> None:
 
 
 def check_eagle(source: Source, options: ExportOptions, readers: Collection[str]) -> list[str]:
-    """Check that engines support EAGLE-3 heads with their target, and return one line per engine.
+    """Check that all engines in `readers` support EAGLE-3 heads with their target, and return one line per engine.
 
-    Raises ValueError if an engine does not support them.
+    Raises ValueError if an engine does not support the heads.
     """
     target = needed_target(source, options, "the number of its layers is required")
     diagnosis = examine_eagle(read_model_info(target, load_tokenizer), str(source.folder), source.folder)

@@ -1,4 +1,4 @@
-"""Export of drafters and EAGLE-3 heads as GGUF files by llama.cpp's own converter, with a round-trip check."""
+"""Export of draft models and EAGLE-3 heads to GGUF with llama.cpp's converter, and a round-trip check."""
 
 import json
 import shutil
@@ -34,19 +34,19 @@ _NOT_OF_GPT2 = (
     *("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix"),
     *("byte_fallback", "ignore_merges"),
 )
-"""Settings of a BPE that are empty for GPT-2."""
+"""BPE options that must be unset for llama.cpp's `gpt-2` pre-tokenizer."""
 _UNFINISHED = ".model"
 _PIECES = "tokenizer.model"
 _RENAMED: dict[str, Callable[[Any], dict[str, Any]]] = {
     "gpt2": lambda config: {"n_ctx": config.n_positions},
     "gpt_neox": lambda config: {"rotary_pct": config.rope_parameters["partial_rotary_factor"]},
 }
-"""Settings by model type that the converter expects and transformers 5 writes under another name."""
+"""Configuration keys that the converter expects, but transformers 5 stores under other names, by model type."""
 _DECODERS = ("llama", "mistral", "qwen2", "qwen3")
-"""Model types whose tensors transformers reads from GGUF without changes."""
+"""Model types whose tensors transformers loads from GGUF without modification."""
 _EMBEDDING = "token_embd.weight"
 _DERIVED = ("rope_freqs.weight",)
-"""Tensors of a GGUF file that are computed from settings."""
+"""GGUF tensors that the converter computes from the configuration."""
 
 
 def _write(source: Source, folder: Path, options: ExportOptions) -> None:
@@ -54,7 +54,7 @@ def _write(source: Source, folder: Path, options: ExportOptions) -> None:
     model = _prepare_model(source, folder / _UNFINISHED)
     if target is not None:
         check_drafter(source, model, target, ("llama.cpp",))
-        # the converter needs it for some families, and transformers does not save it with a tokenizer
+        # the converter needs tokenizer.model for some families, and transformers does not save it
         pieces = (find_folder(target, [_PIECES]) / _PIECES).resolve()
         if pieces.is_file() and not (model / _PIECES).exists():
             (model / _PIECES).symlink_to(pieces)
@@ -69,7 +69,7 @@ def _write(source: Source, folder: Path, options: ExportOptions) -> None:
 def _convert(
     source: Source, converter: Path, model: Path, out: Path, split_by: Path, renamed: dict[str, Any], *more: str
 ) -> None:
-    """Run the converter, which uses the tokenizer of `split_by`."""
+    """Run llama.cpp's converter on the folder `model`. `split_by` is the folder that contains the tokenizer."""
     dtypes = stored_dtypes(model) - {"I64", "BOOL"}  # dtypes of EAGLE-3's token maps
     if len(dtypes) != 1 or not dtypes <= set(_TYPES):
         raise ValueError(f"{source.folder} has dtypes {', '.join(sorted(dtypes))}, expected {', '.join(_TYPES)}")
@@ -89,7 +89,7 @@ def _convert(
 
 
 def _prepare_model(source: Source, folder: Path) -> Path:
-    """Return a folder with the merged model under the artifact's name, which the converter stores."""
+    """Prepare the merged model in a folder with the artifact's name, since the converter stores the folder's name."""
     model = folder / source.folder.resolve().name
     model.mkdir(parents=True)
     if is_adapter(source.folder) or draft_tokens_of(source) is not None:
@@ -108,7 +108,7 @@ def _converter(options: ExportOptions) -> Path:
 
 
 def find_converter(checkout: Path) -> Path:
-    """Return the converter of a checkout of llama.cpp. Raises ValueError if there is none."""
+    """Return the path of the GGUF converter in a llama.cpp checkout. Raises ValueError if it is missing."""
     converter = checkout.expanduser() / CONVERTER
     if not converter.is_file():
         raise ValueError(f"{converter} does not exist: pass a checkout of llama.cpp with --llama-cpp")
@@ -116,7 +116,7 @@ def find_converter(checkout: Path) -> Path:
 
 
 def _splits_as_gpt2(model: Path) -> bool:
-    """Check if llama.cpp's pre-tokenizer `gpt-2` matches a model's tokenizer."""
+    """Check if llama.cpp's pre-tokenizer `gpt-2` matches the tokenizer in a model folder."""
     path = model / "tokenizer.json"
     state = read_json(path) if path.is_file() else {}
     parts = ("model", "normalizer", "pre_tokenizer")
@@ -129,7 +129,7 @@ def _splits_as_gpt2(model: Path) -> bool:
 
 
 def _known_target(source: Source, options: ExportOptions) -> str | None:
-    """Return the target if the user names one or it is a local folder."""
+    """Return the target's name if the user passed it or it is a local folder, otherwise None."""
     named = target_name(source, options)
     return named if named is not None and (options.target or Path(named).is_dir()) else None
 
@@ -238,7 +238,7 @@ _HEADS = {
     "blk.0.ffn_up.weight": "midlayer.mlp.up_proj.weight",
     "blk.0.ffn_down.weight": "midlayer.mlp.down_proj.weight",
 }
-"""Tensors of an EAGLE-3 layer that llama.cpp stores unchanged, by its names."""
+"""Mapping from GGUF names to EAGLE-3 names of the tensors that llama.cpp stores unchanged."""
 
 
 EAGLE_GGUF = Format(

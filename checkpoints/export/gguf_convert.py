@@ -1,4 +1,4 @@
-"""Wrapper that runs llama.cpp's converter with answers to what it cannot determine.
+"""Wrapper around llama.cpp's converter that passes values which the converter cannot determine itself.
 
     python -P -m draftsmith.checkpoints.export.gguf_convert CONVERTER NAME SETTINGS ARGUMENTS…
 
@@ -30,7 +30,7 @@ def _set_pre_tokenizer_name(base: Any, name: str) -> None:
 
 
 def main() -> None:
-    """Run the converter with the arguments of the command line."""
+    """Run the converter with the command-line arguments."""
     path, name, settings, *arguments = sys.argv[1:]
     sys.argv = [path, *arguments]
     sys.path.insert(0, str(Path(path).parent))  # the converter imports modules from its folder

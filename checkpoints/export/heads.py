@@ -1,6 +1,6 @@
-"""Export of Medusa heads for serving engines: own projections, under the names of Medusa's first release.
+"""Export of Medusa heads for serving engines in the format of Medusa-1, with one output projection per head.
 
-`serving/` describes how each engine uses them. Letters: R rank, D hidden.
+The templates in `serving/` describe how each engine uses the heads. Shape letters: R rank, D hidden size.
 """
 
 import json
@@ -22,13 +22,13 @@ from .target import compare_copy, copy_tokenizer, has_tokenizer, output_projecti
 
 
 def _target_name(source: Source, options: ExportOptions) -> str:
-    """Return the target's name, which engines read from the heads' config. Raises ValueError if there is none."""
+    """Return the target's name to store in the heads' config. Raises ValueError if it is unknown."""
     named = target_name(source, options) or read_heads(source.folder).base_model
     return named or needed_target(source, options, "engines read its name from the heads' config")
 
 
 def _load(source: Source, options: ExportOptions) -> PredictionHeads:
-    """Load the heads with all projections. Raises ValueError if engines cannot run them."""
+    """Load the heads with their output projections. Raises ValueError if serving engines do not support them."""
     heads = load_heads(source.folder).propose(None)  # engines compute the logits of all tokens
     if heads.states != "after-norm":
         raise ValueError(f"{source.folder} has heads for pre-norm hidden states: train with `states: after-norm`")
@@ -41,7 +41,7 @@ def _load(source: Source, options: ExportOptions) -> PredictionHeads:
 
 
 def _tensors(heads: PredictionHeads) -> dict[str, Tensor]:
-    """Return tensors that are equivalent to the heads; low-rank projections are multiplied out."""
+    """Return the tensors to export, with low-rank projections multiplied out to full matrices."""
     tensors = {name: tensor.detach() for name, tensor in heads.state_dict().items() if ".linear." in name}
     for k in range(heads.num_heads):
         tail = heads.projection(k).detach()

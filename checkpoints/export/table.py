@@ -1,6 +1,6 @@
-"""Export of a bigram table as a proposer for vLLM's method `custom_class`, which drafts from all rows of the table.
+"""Export of a bigram table as a drafter for vLLM (method `custom_class`).
 
-llama.cpp's n-gram cache drafts only if one token has 75 % of a row's counts, so the same table is less useful there.
+llama.cpp's n-gram cache is not a format here: it drafts a token only if it has at least 75 % of the counts in a row.
 """
 
 import shutil
@@ -20,7 +20,7 @@ _MODULE = "vllm_proposer.py"
 
 
 def successors(table: BigramTable) -> NDArray[np.int32]:
-    """Return the greedy draft of the method `bigram` after each token, int32 [V]; −1 for rows without entries."""
+    """Return each token's most probable successor, which `bigram` drafts, as int32 [V]; −1 for tokens without one."""
     best_V = table.distributions("cpu", _PRIOR).most_likely(torch.arange(table.vocab_size))
     return torch.where(table.row_ptr.diff() > 0, best_V, -1).numpy().astype(np.int32)
 

@@ -1,6 +1,6 @@
-"""Target of an export: its configuration, vocabulary, tokenizer and output projection.
+"""Access to the target of an export: its configuration, vocabulary, tokenizer and output projection.
 
-Letters: V vocabulary, D hidden.
+Shape letters: V vocabulary, D hidden size.
 """
 
 import shlex
@@ -32,12 +32,12 @@ _PROBES = (
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Check if a folder holds a tokenizer."""
+    """Check if a folder contains a tokenizer."""
     return any((folder / name).is_file() for name in _VOCABULARIES)
 
 
 def load_tokenizer(source: str) -> Any:
-    """Load the tokenizer of a folder or a hub id. Raises ValueError if it cannot be read."""
+    """Load the tokenizer of a folder or a hub id. Raises ValueError if it cannot be loaded."""
     try:
         return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
@@ -46,7 +46,7 @@ def load_tokenizer(source: str) -> Any:
 
 
 def compare_tokenizers(artifact: Path, folder: Path) -> list[str]:
-    """Return a line if two folders' tokenizers are equal, nothing if there are none.
+    """Compare the tokenizers in two folders, and return a line that describes the check; empty without a tokenizer.
 
     Raises ValueError if they differ.
     """
@@ -68,7 +68,7 @@ def compare_tokenizers(artifact: Path, folder: Path) -> list[str]:
 
 
 def copy_tokenizer(target: str, folder: Path) -> None:
-    """Copy a target's tokenizer to a folder, if it is available locally, on the hub or in its cache."""
+    """Copy a target's tokenizer to a folder, if it is available locally or on the hub."""
     source = _find_tokenizer(target)
     if source is None:
         return
@@ -76,7 +76,7 @@ def copy_tokenizer(target: str, folder: Path) -> None:
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
     config = read_json(source / CONFIG_FILE) if (source / CONFIG_FILE).is_file() else {}
-    # otherwise the class depends on the model in the same folder, which differs for the copy
+    # without a class name, transformers derives it from the model in the folder, which differs for the copy
     config.setdefault("tokenizer_class", type(load_tokenizer(str(source))).__name__)
     write_config(folder / CONFIG_FILE, config)
     patch_tokenizer(folder)
@@ -91,7 +91,7 @@ def _find_tokenizer(target: str) -> Path | None:
 
 
 def compare_copy(target: str, folder: Path) -> list[str]:
-    """Return a line stating that a copy equals the target's tokenizer, or that the latter is unavailable."""
+    """Compare a copied tokenizer with the target's, and return a line that describes the result."""
     source = _find_tokenizer(target)
     if source is None:
         return [f"not compared: the tokenizer of the target {target}, which is not available"]
@@ -121,10 +121,10 @@ def _doctor(source: Source, target: str) -> str:
 
 
 def output_projection(target: str, source: Source | None = None) -> Tensor:
-    """Read only the target's output projection [V, D] from its files, multiplied by the scale of its logits.
+    """Load the target's output projection [V, D], multiplied by its logit scale, without loading the model.
 
-    Raises ValueError if `source` was made for another target, there is no configuration or projection in safetensors,
-    or the projection has a bias.
+    Raises ValueError if `source` was made for another target, the projection cannot be read from safetensors files, or
+    it has a bias.
     """
     folder = model_source(target)
     expected = ((source.manifest.target if source else None) or {}).get("sha256")
@@ -144,5 +144,5 @@ def output_projection(target: str, source: Source | None = None) -> Tensor:
         raise ValueError(f"the output projection of {target} has a bias ({bias}), which engines do not support")
     if weight_VD is None:
         raise ValueError(f"the safetensors files of the target {target} do not contain its output projection {name}")
-    scale = LogitShape.of(config).scale  # a soft cap would not change the order of tokens
+    scale = LogitShape.of(config).scale  # a soft cap is left out, since it does not change the order of tokens
     return weight_VD if scale == 1 else weight_VD * scale

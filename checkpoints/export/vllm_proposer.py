@@ -1,6 +1,6 @@
-"""Bigram drafts for vLLM's method `custom_class`: each token is followed by its most probable successor.
+"""Bigram drafter for vLLM's method `custom_class`, which extends each request by the most probable successors.
 
-This file is self-contained. An export of a table holds a copy of it and `successors.npy`, and vLLM imports the copy.
+vLLM imports a copy of this self-contained file from an exported table, which also contains `successors.npy`.
 
 Shape letters: V vocabulary, R requests.
 """
@@ -14,9 +14,9 @@ SUCCESSORS_FILE = "successors.npy"
 
 
 class BigramProposer:
-    """Proposer that vLLM creates with its configuration and calls after each step.
+    """Drafter that vLLM instantiates with its configuration and calls after each decoding step.
 
-    Raises ValueError: `successors.npy` has another dtype, or more tokens than the served model.
+    Raises ValueError if `successors.npy` has an unexpected dtype, or more tokens than the served model.
     """
 
     def __init__(self, vllm_config: Any) -> None:
@@ -32,7 +32,7 @@ class BigramProposer:
         self._longest = int(vllm_config.model_config.max_model_len)
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing, because a table needs nothing from the served model."""
+        """Do nothing, because the drafter does not use the served model."""
 
     def propose(
         self, sampled_token_ids: list[list[int]], num_tokens_no_spec: Any, token_ids_cpu: Any, slot_mappings: Any = None
@@ -40,8 +40,8 @@ class BigramProposer:
         """Return at most `num_speculative_tokens` draft tokens for each request.
 
         Args:
-            sampled_token_ids: Tokens that the last step committed; empty during the prefill.
-            num_tokens_no_spec: Length of each request with these tokens [R].
+            sampled_token_ids: Tokens of each request that the last step generated; empty during prefill.
+            num_tokens_no_spec: Length of each request including these tokens, [R].
             token_ids_cpu: Not used, since a bigram depends on the last token only.
             slot_mappings: Not used.
         """
@@ -52,7 +52,7 @@ class BigramProposer:
         ]
 
     def _chain(self, token: int, most: int) -> list[int]:
-        """Return the successors of a token, up to the first token without an entry."""
+        """Draft up to `most` tokens after `token`, stopping at a token without a successor."""
         drafted: list[int] = []
         while len(drafted) < most and 0 <= token < len(self._next_V):
             token = self._next_V.item(token)

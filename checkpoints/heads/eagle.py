@@ -1,13 +1,13 @@
 """EAGLE-3 heads: one decoder layer that drafts autoregressively from auxiliary hidden states of a target.
 
-Source: EAGLE-3 (Li et al. 2025, arXiv 2503.01840), sections 3.1 and 3.2; tensors, config and the order of norms follow
-serving engines. At position t the layer reads g_t, which `fc` computes from the target's states at token t, and the
-embedding of token t + 1. It predicts token t + 2, and its output is g of the next draft token. Embeddings and output
-rows are the target's, and are frozen.
+Source: EAGLE-3 (Li et al. 2025, arXiv 2503.01840), sections 3.1 and 3.2. Tensor names, config and the order of norms
+follow serving engines. At position t, the layer's inputs are the embedding of token t + 1 and g_t, which `fc` computes
+from the target's hidden states at token t. The layer predicts token t + 2, and its output replaces g in the next
+drafting step. The embeddings and the output projection are the target's, and are frozen.
 
-Letters: B batch (blocks), T tokens, K steps, A keys of steps after the first, D hidden, G auxiliary hidden states
-(3 · D), C two states of size D concatenated, H heads, J key heads, U query heads per key head, E head size,
-V vocabulary, R tokens of the draft vocabulary.
+Shape letters: B batch, T tokens, K drafting steps, A drafting steps after the first, D hidden size, G concatenated
+auxiliary hidden states (3 · D), C attention input (2 · D), H query heads, J key heads, U query heads per key head,
+E head size, V vocabulary, R draft vocabulary.
 """
 
 import json
@@ -30,7 +30,7 @@ from .logits import LogitShape
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 NORMED = "norm_before_residual"
-"""Config keys of the layers that are read, and of heads whose residual stream starts after `hidden_norm`."""
+"""Config keys: ids of the target layers, and whether the residual stream starts after `hidden_norm`."""
 HEAD = "lm_head.weight"
 _LIKE_THE_TARGET = (
     *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size"),
@@ -39,7 +39,7 @@ _LIKE_THE_TARGET = (
 
 
 class _Attention(nn.Module):
-    """Projections of attention over an embedding and a hidden state, concatenated."""
+    """Attention projections whose input is the concatenation of a token embedding and a hidden state."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class _Mlp(nn.Module):
 
 
 class _Norm(nn.RMSNorm):
-    """RMSNorm in the dtype of its input, which autocast may have narrowed."""
+    """RMSNorm computed in the dtype of its input, which autocast may have narrowed."""
 
     def forward(self, x: Tensor) -> Tensor:
         assert self.weight is not None
@@ -80,20 +80,20 @@ class _Layer(nn.Module):
 
 
 class EagleHeads(nn.Module):
-    """EAGLE-3 layer for a target, whose embeddings and output rows are set by `attach`.
+    """EAGLE-3 draft layer that shares the target's embeddings and output projection, which `attach` sets.
 
     Args:
         config: Llama configuration of one layer, with the target's sizes.
-        layers: Target layers whose inputs are read, counted from 0.
-        proposed: Ids of the draft vocabulary, int64 [R], ascending; None for all tokens.
+        layers: Indices (from 0) of the target layers whose inputs are the auxiliary hidden states.
+        proposed: Token ids of the draft vocabulary, int64 [R], ascending; None for all tokens.
         num_heads: Number of drafting steps in training.
     """
 
     projection_kind = "target"
     output = bias_V = None
-    """Transformation and bias of logits: none, as in serving engines."""
+    """Transformation and bias of the logits. EAGLE-3 heads have none, as in serving engines."""
     own_head: Tensor | None = None
-    """Output rows [R, D] from the files, which may differ from the target's."""
+    """Output projection [R, D] stored with the heads, which may differ from the target's; None if there is none."""
 
     def __init__(
         self, config: LlamaConfig, layers: Sequence[int], proposed: Tensor | None = None, num_heads: int = 3
@@ -117,9 +117,9 @@ class EagleHeads(nn.Module):
     def for_target(
         cls, config: Any, layers: Sequence[int] | None = None, proposed: Tensor | None = None, num_heads: int = 3
     ) -> Self:
-        """Return new float32 heads for a target; by default they read `default_layers`.
+        """Create float32 heads for a target's configuration. `layers` defaults to `default_layers`.
 
-        Raises ValueError if the target is not of Llama type or lacks these layers.
+        Raises ValueError if the target is not of Llama type or does not have these layers.
         """
         count = config.num_hidden_layers
         layers = list(default_layers(count) if layers is None else layers)
@@ -132,32 +132,32 @@ class EagleHeads(nn.Module):
 
     @property
     def states(self) -> str:
-        """Name of the hidden states that training reads, including the last ones."""
+        """Identifier of the hidden states that training requires, such as `layers-2-8-13`."""
         return "-".join(["layers", *map(str, self.layers)])
 
     @property
     def states_size(self) -> int:
-        """Size of these hidden states per position."""
+        """Size per position of the hidden states that training requires, including the last hidden state."""
         return (len(self.layers) + 1) * self.hidden_size
 
     @property
     def proposed(self) -> Tensor | None:
-        """Ids of the draft vocabulary, int64 [R], ascending; None for all tokens."""
+        """Token ids of the draft vocabulary, int64 [R], ascending; None for all tokens."""
         return getattr(self, TOKENS)
 
     @property
     def embedding(self) -> Tensor:
-        """Embeddings of the target [V, D]."""
+        """Token embeddings of the target, [V, D]."""
         assert self._attached is not None, "call heads.attach with the target's weights first"
         return self._attached[0]
 
     def projection(self, step: int = 0) -> Tensor:
-        """Return the output projection [R, D] of the draft vocabulary, which is the same for every step."""
+        """Return the output projection [R, D] for the draft vocabulary. It is the same for every drafting step."""
         assert self._attached is not None, "call heads.attach with the target's weights first"
         return self._attached[1]
 
     def attach(self, embedding_VD: Tensor, lm_head_VD: Tensor) -> Self:
-        """Set the target's embeddings and, without `own_head`, its output layer. They do not become parameters."""
+        """Share the target's embeddings and, unless `own_head` is set, its output projection, but not as parameters."""
         expected = [self.vocab_size, self.hidden_size]
         for name, weight in (("embeddings", embedding_VD), ("output projection", lm_head_VD)):
             if list(weight.shape) != expected:
@@ -171,7 +171,7 @@ class EagleHeads(nn.Module):
 
     @torch.no_grad()
     def begin_as(self, target: Any) -> Self:
-        """Initialise from the target's final norm and the layer after the last one that is read, if of Llama type."""
+        """Initialise the weights from the target's layer `max(layers)` and final norm, if it is of Llama type."""
         decoder, hidden = target.get_decoder(), self.hidden_size
         target_layer, layer = decoder.layers[max(self.layers)], self.midlayer
         if not hasattr(target_layer.self_attn, "q_proj") or not hasattr(target_layer.mlp, "gate_proj"):
@@ -190,10 +190,11 @@ class EagleHeads(nn.Module):
         return self
 
     def features(self, given_BTG: Tensor, tokens_BT: Tensor, positions_BT: Tensor, mask_B1TT: Tensor) -> Tensor:
-        """Return the inputs of `projection` [B, T, K, D] for K drafting steps from each position (training-time test).
+        """Compute inputs of `projection`, [B, T, K, D], for K drafting steps from each position (training-time test).
 
-        Step k at position t reads the embedding of token t + 1 + k and the output of step k − 1. It attends to the keys
-        of the first step according to `mask_B1TT` (bool) and to those of its own steps. It predicts token t + 2 + k.
+        At position t, step k takes the embedding of token t + 1 + k and the output of step k − 1, and predicts token
+        t + 2 + k. It attends to the keys of the first step that `mask_B1TT` (bool) allows, and to the keys of later
+        steps at position t.
         """
         layer, features = self.midlayer, []
         states_BTD, after_BT = self.fc(given_BTG), tokens_BT
@@ -231,7 +232,7 @@ class EagleHeads(nn.Module):
 
 
 def default_layers(count: int) -> list[int]:
-    """Return the layers that engines read by default: 2, the middle one and the last but two, without duplicates."""
+    """Return the layers that engines use by default for a target with `count` layers: 2, count // 2 and count − 3."""
     return sorted({min(2, count - 1), count // 2, max(count - 3, 0)})
 
 
@@ -243,7 +244,7 @@ def _attend_beside(
     keys: list[Tensor],
     values: list[Tensor],
 ) -> Tensor:
-    """Attend to all keys that the mask allows, and to the listed keys of each query's own position."""
+    """Attend to the first step's keys that the mask allows, and to the keys of later steps at the same position."""
     groups = query_BHTE.shape[1] // key_BJTE.shape[1]
     query_BJUTE = query_BHTE.unflatten(1, (-1, groups)) * query_BHTE.shape[-1] ** -0.5
     shared_BJUTT = query_BJUTE @ key_BJTE[:, :, None].mT
@@ -259,9 +260,9 @@ def _attend_beside(
 
 
 def save_eagle(heads: EagleHeads, directory: Path) -> None:
-    """Write `model.safetensors` and the `config.json` of serving engines.
+    """Write `model.safetensors` and `config.json` in the format of serving engines.
 
-    The layer is named `midlayer`, layer ids have both forms in use, and draft tokens are stored as offsets (`d2t`).
+    The layer is named `midlayer`. Layer ids follow both conventions in use. Draft tokens are stored as offsets (`d2t`).
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
@@ -282,7 +283,7 @@ def save_eagle(heads: EagleHeads, directory: Path) -> None:
         "num_hidden_layers": 1,
         "tie_word_embeddings": False,  # otherwise SGLang uses the embeddings as the output layer
         "dtype": str(stored["fc.weight"].dtype).removeprefix("torch."),
-        # null without own rows, otherwise SGLang leaves its output layer uninitialised
+        # null without an output projection, otherwise SGLang leaves its output layer uninitialised
         "draft_vocab_size": len(stored[HEAD]) if HEAD in stored else None,
         NORMED: heads.normed,
         LAYER_IDS: [*heads.layers],
@@ -293,7 +294,7 @@ def save_eagle(heads: EagleHeads, directory: Path) -> None:
 
 
 def eagle_layers(directory: Path) -> list[int]:
-    """Return the target layers that heads in a folder read. Raises ValueError if the config does not list them."""
+    """Return the target layer ids in the config of EAGLE-3 heads. Raises ValueError if they are missing or invalid."""
     layers = read_json(Path(directory) / CONFIG_FILE).get(LAYER_IDS)
     named = isinstance(layers, list) and layers and all(type(layer) is int for layer in layers)
     if not named or sorted(set(layers)) != layers:  # type: ignore[arg-type]
@@ -302,9 +303,9 @@ def eagle_layers(directory: Path) -> list[int]:
 
 
 def load_eagle(directory: Path, dtype: torch.dtype | None = None) -> EagleHeads:
-    """Load heads from a folder of `save_eagle` in evaluation mode, without the target's weights.
+    """Load heads that `save_eagle` wrote, in evaluation mode. The target's weights are not attached.
 
-    Raises ValueError if a tensor is missing, has another shape, or is not finite.
+    Raises ValueError if a tensor is missing, has the wrong shape, or has non-finite values.
     """
     directory = Path(directory)
     stored, config = load_file(directory / WHOLE_FILES[0]), LlamaConfig.from_pretrained(directory)
@@ -313,13 +314,13 @@ def load_eagle(directory: Path, dtype: torch.dtype | None = None) -> EagleHeads:
 
 
 def draft_tokens_in(stored: Mapping[str, Tensor]) -> Tensor | None:
-    """Return the ids of the draft vocabulary, given tensors with its offsets (`d2t`); None for all tokens."""
+    """Convert the stored offsets `d2t` to the token ids of the draft vocabulary; None if there are no offsets."""
     offsets_R = stored.get(TOKENS)
     return None if offsets_R is None else offsets_R.long() + torch.arange(len(offsets_R))
 
 
 def fill_heads(heads: EagleHeads, stored: Mapping[str, Tensor], directory: Path) -> EagleHeads:
-    """Return heads with the tensors of a folder, in their dtype. Raises ValueError as `load_eagle` does."""
+    """Load stored tensors into heads, and convert the heads to their dtype. Raises ValueError as `load_eagle` does."""
     weights = {name: tensor for name, tensor in stored.items() if name not in (TOKENS, "t2d", HEAD)}
     heads = heads.to(next(iter(weights.values())).dtype)
     try:

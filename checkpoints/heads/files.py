@@ -1,4 +1,4 @@
-"""Files of prediction heads: writing for serving engines, and loading from every published layout."""
+"""Saving of prediction heads for serving engines, and loading from all published layouts."""
 
 import json
 import warnings
@@ -29,9 +29,9 @@ def save_heads(
         heads: Heads to save.
         directory: Folder to write to.
         base_model_name_or_path: Name of the target.
-        state: Tensors of the heads if the module does not hold them, as with ZeRO-3.
+        state: State dict of the heads, if the module's parameters are sharded (ZeRO-3).
 
-    Raises ValueError: A tensor is missing, has another shape, or has no values or some that are not finite.
+    Raises ValueError if a tensor is missing, has the wrong shape, is on the meta device, or has non-finite values.
     """
     weights = heads.state_dict() if state is None else dict(state)
     _check_complete(heads, weights)
@@ -45,14 +45,14 @@ def save_heads(
 
 
 def engine_config(heads: PredictionHeads, base_model_name_or_path: str) -> dict[str, Any]:
-    """Return the `config.json` of heads as serving engines read it.
+    """Return the contents of the `config.json` that serving engines expect for heads.
 
-    It has no `architectures`. Without `medusa_fc_bias`, engines ignore biases. Both names of the number of heads are in
-    use. FasterDecoding's `version` is "1" with own projections and "2" with the target's.
+    There is no `architectures` key. Without `medusa_fc_bias`, engines ignore biases. The number of heads is stored
+    under both names in use. `version` is that of FasterDecoding: "1" for own projections, "2" for the target's.
     """
     return {
         "model_type": "medusa",
-        "base_model_name_or_path": split_revision(base_model_name_or_path)[0],  # engines know no revisions
+        "base_model_name_or_path": split_revision(base_model_name_or_path)[0],  # engines do not support revisions
         "medusa_num_heads": heads.num_heads,
         "num_medusa_heads": heads.num_heads,
         "medusa_num_layers": heads.num_layers,
@@ -71,10 +71,10 @@ def load_heads(
     lm_head: Tensor | None = None,
     unpickle: bool = False,
 ) -> PredictionHeads:
-    """Load heads in evaluation mode from any of the layouts of `read_heads`, whose errors it raises.
+    """Load heads in evaluation mode from any layout that `read_heads` supports. Raises the same errors.
 
-    Sizes are those of the tensors; contradicting entries of the config cause a warning. `lm_head` [V, D] is the
-    target's output projection, for heads that reuse it; it can also be attached later.
+    Sizes are taken from the tensors, with a warning if the config contradicts them. `lm_head` [V, D] is the target's
+    output projection for heads that share it. It can also be attached later.
     """
     stored = read_heads(Path(directory), unpickle=unpickle)
     for disagreement in stored.disagreements:
@@ -88,7 +88,7 @@ def load_heads(
 
 
 def _check_complete(heads: PredictionHeads, state: Mapping[str, Tensor]) -> None:
-    """Raise ValueError if tensors are missing, unexpected, of another shape or not finite."""
+    """Raise ValueError if tensors are missing, unexpected, non-finite or of the wrong shape."""
     vocab_size = heads.vocab_size if heads.knows_vocab_size else None
     sizes = (heads.num_heads, heads.num_layers, heads.hidden_size, vocab_size)
     with torch.device("meta"):

@@ -1,6 +1,6 @@
-"""Reading of prediction heads in the layouts of FasterDecoding and of this package.
+"""Loading of prediction heads from the file layouts of FasterDecoding and of this package.
 
-Letters: K heads, L residual blocks of a head, V vocabulary, D hidden, R rank.
+Shape letters: K heads, L residual blocks of a head, V vocabulary, D hidden size, R rank.
 """
 
 import math
@@ -29,41 +29,41 @@ _UNREADABLE = (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueErr
 
 
 EAGLE = "LlamaForCausalLMEagle3"
-"""Architecture in the config of EAGLE-3 heads."""
+"""Architecture name in the config of EAGLE-3 heads."""
 
 
 @dataclass(frozen=True)
 class StoredHeads:
-    """Tensors and sizes of heads in files, checked for consistency."""
+    """Validated tensors and sizes of stored heads."""
 
     path: Path
-    """File that holds them, or its index."""
+    """File that contains the tensors, or the index of its shards."""
     tensors: dict[str, Tensor]
     """Tensors on the CPU, under the names of `PredictionHeads`."""
     num_heads: int
     num_layers: int
     hidden_size: int
     vocab_size: int | None
-    """Rows of the projections; for heads without projections the config's value, if any."""
+    """Vocabulary size from the projections or, for heads without projections, from the config; None if unknown."""
     projection: str
     rank: int
     states: str
     scale: float
-    """Factor of the hidden states, from the config (default: 1)."""
+    """Factor that the hidden states are multiplied by, from the config (default: 1)."""
     base_model: str | None
-    """Target in the config."""
+    """Name of the target in the config."""
     disagreements: list[str]
-    """Entries of the config that contradict the tensors."""
+    """Warnings about config entries that contradict the tensors."""
 
     @property
     def whole_model(self) -> bool:
-        """True if the folder also holds a model, as for heads that were trained jointly with it."""
+        """True if the folder also contains the model, as for heads that were trained jointly with it."""
         return any((self.path.parent / name).is_file() for name in WHOLE_FILES)
 
     def build(self, vocab_size: int | None = None) -> PredictionHeads:
-        """Return the heads as a module, with copies of the tensors in their widest dtype.
+        """Create the module, with copies of the tensors in the widest of their dtypes.
 
-        `vocab_size` is the target's, for heads that reuse its projection (default: the config's).
+        `vocab_size` is the target's vocabulary size, for heads that share its projection (default: from the config).
         """
         sizes = (self.num_heads, self.num_layers, self.hidden_size, vocab_size or self.vocab_size)
         with torch.device("meta"):
@@ -76,23 +76,23 @@ class StoredHeads:
 
 
 def is_eagle(directory: Path) -> bool:
-    """Check by its config if a folder holds EAGLE-3 heads. Raises ValueError if the config cannot be read."""
+    """Check if the config in a folder is that of EAGLE-3 heads. Raises ValueError if it cannot be read."""
     path = directory / CONFIG_FILE
     return path.is_file() and EAGLE in (read_json(path).get("architectures") or [])
 
 
 def read_heads(directory: Path, *, unpickle: bool = False, states: str | None = None) -> StoredHeads:
-    """Read the heads in a folder, from the first of these files that exists.
+    """Load heads from the first of these files that exists in a folder.
 
-    - `medusa_lm_head.safetensors`, or pickled `medusa_lm_head.pt`: names as in `PredictionHeads`;
-    - `model.safetensors`, whole or with an index of shards: the same after `medusa_head.`.
+    - `medusa_lm_head.safetensors` or pickled `medusa_lm_head.pt`, with the tensor names of `PredictionHeads`;
+    - `model.safetensors` or its index of shards, with the same names after the prefix `medusa_head.`.
 
     Args:
         directory: Folder of the heads.
-        unpickle: Allow reading `.pt`, from which only tensors are loaded.
-        states: Hidden states that the heads read, overriding the config.
+        unpickle: Allow loading `.pt` files, from which only tensors are loaded.
+        states: Type of hidden states that the heads take as input (default: from the config).
 
-    Raises ValueError: A file or tensor is missing, or is not as expected.
+    Raises ValueError if a file or tensor is missing or invalid.
     """
     directory = Path(directory)
     if is_eagle(directory):
@@ -142,14 +142,14 @@ def read_heads(directory: Path, *, unpickle: bool = False, states: str | None = 
 
 
 def _find(directory: Path) -> Path | None:
-    """Return the file to read, or the index of several, if any."""
+    """Return the file of the heads, or the index of its shards; None if there is none."""
     if directory.is_file():
         raise ValueError(f"{directory} is a file: pass the folder of the heads")
     return next((directory / name for name in _ORDER if (directory / name).is_file()), None)
 
 
 def holds_heads(directory: Path) -> bool:
-    """Check if `read_heads` finds heads. Raises ValueError if files are unreadable."""
+    """Check if a folder contains heads that `read_heads` can find. Raises ValueError if files cannot be read."""
     path = _find(directory)
     if path is None or path.name not in WHOLE_FILES:
         return path is not None
@@ -161,7 +161,7 @@ def _is_of_heads(name: str) -> bool:
 
 
 def _read_inside(path: Path) -> dict[str, Tensor]:
-    """Return the heads' tensors in a model's files, without their prefix."""
+    """Load the heads' tensors from the files of a whole model, and remove the prefix of their names."""
     tensors: dict[str, Tensor] = {}
     if path.suffix != ".json":
         tensors = _read(path, _is_of_heads)
@@ -179,7 +179,7 @@ def _read_inside(path: Path) -> dict[str, Tensor]:
 
 
 def shards_of_heads(index: Path) -> dict[str, list[str]]:
-    """Return the names of heads' tensors by shard. Raises ValueError if the index is invalid."""
+    """Return the names of the heads' tensors in each shard. Raises ValueError if the index is invalid."""
     shards: dict[str, list[str]] = {}
     for name, shard in sorted(shards_of(index, _is_of_heads).items()):
         shards.setdefault(shard, []).append(name)
@@ -201,7 +201,7 @@ def _read(path: Path, is_selected: Callable[[str], bool] | None) -> dict[str, Te
 
 
 def read_pickled(path: Path) -> dict[str, Tensor]:
-    """Return the tensors of a pickled file. Raises ValueError if it holds anything else."""
+    """Load a pickled dictionary of tensors. Raises ValueError if the file contains anything else."""
     try:
         loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except _UNREADABLE as error:
@@ -217,7 +217,7 @@ def read_pickled(path: Path) -> dict[str, Tensor]:
 
 
 def _sizes_of(tensors: dict[str, Tensor], path: Path) -> tuple[str, dict[str, int]]:
-    """Return the kind of projection and the sizes. Raises ValueError for the first extra, missing or unfit tensor."""
+    """Infer the type of projection and the sizes from tensors. Raises ValueError for unexpected or missing tensors."""
     if not tensors:
         raise ValueError(f"{path} contains no tensors")
     places, tails = set[tuple[int, int]](), set[tuple[int, str]]()
@@ -270,7 +270,7 @@ def _names(num_heads: int, num_layers: int, kind: str) -> Iterator[str]:
 
 
 def _disagreements(config: dict[str, Any], sizes: dict[str, Any], path: Path) -> list[str]:
-    """Return one sentence for each config entry that contradicts the tensors."""
+    """Return a warning for each config entry that contradicts the tensors."""
     names = {"medusa_num_heads": "num_heads", "num_medusa_heads": "num_heads", "medusa_num_layers": "num_layers"}
     names |= {key: key for key in ("hidden_size", "vocab_size", "projection", "rank")}
     return [

@@ -1,7 +1,7 @@
-"""Prediction heads: small networks on a target's hidden state that predict the tokens after the next one.
+"""Prediction heads: small networks that predict the tokens after the next one from a target's hidden state.
 
-Letters: K heads, L residual blocks of a head, V vocabulary, D hidden, R rank, F input size of a projection (D or R),
-X any leading shape, P tokens of the draft vocabulary.
+Shape letters: K heads, L residual blocks of a head, V vocabulary, D hidden size, R rank, F input size of a projection
+(D or R), X any leading shape, P draft vocabulary.
 """
 
 import math
@@ -19,7 +19,7 @@ from .logits import LogitShape
 PROJECTIONS = ("own", "low-rank", "target")
 STATES = ("after-norm", "before-norm")
 STACK_LIMIT = 1 << 26
-"""Maximum number of elements in weights that are stacked for decoding, which doubles their memory."""
+"""Maximum number of elements of weights that are stacked for faster decoding. Stacking doubles their memory."""
 
 _SVD_ROWS = 4096
 
@@ -54,15 +54,15 @@ class _Stacks:
     """Copies of the heads' weights, stacked and transposed for `bmm`."""
 
     state: list[Any]
-    """Addresses and versions of the original weights."""
+    """Addresses and versions of the original weights, to detect changes."""
     blocks: list[tuple[Tensor, Tensor]]
     """Weights [K, D, D] and biases [K, 1, D] of each residual block."""
     tails: list[Tensor]
-    """Projections [K, D, V]; for low-rank heads [K, D, R] and [K, R, V]; empty for the target's."""
+    """Projections [K, D, V]; for low-rank heads [K, D, R] and [K, R, V]; empty if the target's projection is shared."""
 
 
 class PredictionHeads(nn.Module):
-    """K heads of L residual blocks and a projection without bias; head k at position t predicts token t + 2 + k.
+    """Medusa heads of L residual blocks and a projection each; head k at position t predicts token t + 2 + k.
 
     Source: SLiM, section 3.3. Tensor names are those of Medusa-1: `{k}.{l}.linear.weight`, `{k}.{l}.linear.bias` and
     `{k}.{L}.weight`.
@@ -76,8 +76,8 @@ class PredictionHeads(nn.Module):
             [R, D]; "target", the target's projection (FasterDecoding's version 2), set by `attach`.
         rank: Rank R of low-rank heads, else 0.
         states: Hidden states of the target that the heads read: "after-norm" or "before-norm".
-        scale: Factor of the hidden states; those before the norm can be much larger.
-        proposed: Ids of the draft vocabulary, int64 [P], ascending, stored as `d2t`; only with projection "target".
+        scale: Factor that the hidden states are multiplied by, since pre-norm hidden states can be large.
+        proposed: Token ids of the draft vocabulary, int64 [P], ascending, stored as `d2t`; needs projection "target".
             None for all tokens.
     """
 
@@ -139,10 +139,10 @@ class PredictionHeads(nn.Module):
         dtype: torch.dtype | None = None,
         scale: float = 1.0,
     ) -> Self:
-        """Return heads initialised to the target's projection, on its device and, without `dtype`, in its dtype.
+        """Create heads initialised from the target's output projection, on its device and, by default, in its dtype.
 
-        Own projections are copies of it, and low-rank ones its best approximation (see `best_factors`). With "target"
-        the weight itself is attached.
+        With projection "own", each head has a copy of it; with "low-rank", its best approximation (see `best_factors`).
+        With "target", the weight itself is attached.
         """
         vocab_size, hidden_size = lm_head_weight_VD.shape
         with torch.device("meta"):
@@ -165,7 +165,7 @@ class PredictionHeads(nn.Module):
 
     @property
     def vocab_size(self) -> int:
-        """Vocabulary size V. Raises ValueError if the target's projection, which determines it, is not attached."""
+        """Vocabulary size V. Raises ValueError if it is unknown because the target's projection is not attached."""
         if self._vocab_size is None:
             raise ValueError(_UNATTACHED)
         return self._vocab_size
@@ -182,11 +182,11 @@ class PredictionHeads(nn.Module):
 
     @property
     def proposed(self) -> Tensor | None:
-        """Ids of the draft vocabulary, int64 [P], ascending; None for all tokens."""
+        """Token ids of the draft vocabulary, int64 [P], ascending; None for all tokens."""
         return getattr(self, TOKENS, None)
 
     def propose(self, ids_P: Tensor | None) -> Self:
-        """Set the draft vocabulary, or None for all tokens. Raises ValueError for invalid ids and own projections."""
+        """Set the draft vocabulary (None: all tokens). Raises ValueError for invalid ids or own projections."""
         if ids_P is not None:
             if self.projection_kind != "target":
                 raise ValueError(f"{TOKENS} requires heads of projection 'target', got {self.projection_kind!r}")
@@ -198,11 +198,11 @@ class PredictionHeads(nn.Module):
         return self
 
     def attach(self, lm_head_weight_VD: Tensor, bias_V: Tensor | None = None, shape: LogitShape | None = None) -> Self:
-        """Attach the target's output projection [V, D], which heads of projection "target" share.
+        """Attach the target's output projection [V, D] to heads that share it (projection "target").
 
-        It is neither a parameter nor in the state dict, and stays on its device when the heads move. Features are cast
-        to its dtype. Its bias [V] and the `shape` of the target's logits are applied as well. Raises ValueError if the
-        heads have their own projections or the shape differs.
+        The projection is not a parameter, is not in the state dict, and is not moved with the heads. Features are cast
+        to its dtype. The bias [V] and the transformation `shape` of the target's logits are applied as well. Raises
+        ValueError if the heads have their own projections or the sizes differ.
         """
         if self.projection_kind != "target":
             raise ValueError(f"heads with {self.projection_kind} projections cannot attach the target's projection")
@@ -227,7 +227,7 @@ class PredictionHeads(nn.Module):
         return self._head(k)[self.num_layers]
 
     def projection(self, k: int) -> Tensor:
-        """Return head k's projection: its own [V, D] or [V, R], or the target's rows of the draft vocabulary [P, D]."""
+        """Return head k's projection: [V, D], [V, R] if low-rank, or [P, D], the target's rows of the draft tokens."""
         if self.projection_kind == "own":
             return self._tail(k).weight
         if self.projection_kind == "low-rank":
@@ -245,12 +245,12 @@ class PredictionHeads(nn.Module):
 
     @property
     def output(self) -> Callable[[Tensor], Tensor] | None:
-        """Function from what `projection` gives to the logits of the proposed tokens; None: they are the logits."""
+        """Function that applies bias, scale and soft cap to products with `projection`; None if they have no effect."""
         return None if self.bias_V is None and self.shape == LogitShape() else self._to_logits
 
     @property
     def bias_V(self) -> Tensor | None:
-        """The bias of the target's output projection, if heads share one that has it."""
+        """Bias of the target's output projection, if it is attached and has one."""
         return None if self._attached is None else self._attached[1]
 
     def _to_logits(self, products_XP: Tensor) -> Tensor:
@@ -260,17 +260,17 @@ class PredictionHeads(nn.Module):
         return self.shape(products_XP)
 
     def multiply_by(self, product: Callable[[Tensor], Callable[[Tensor], Tensor]]) -> None:
-        """Use `product(weight)`, a function from [X, D] to [X, V], for the shared projection outside of training."""
+        """Use the function `product(weight)`, from [X, D] to [X, V], for the shared projection in inference."""
         if self.projection_kind == "target" and (self._product is None or self._product[0] != self._projection_state()):
             self._product = self._projection_state(), product(self.projection(0))
 
     def _projection_state(self) -> Any:
-        """Return address, device and version of the target's projection."""
+        """Return address, device and version of the target's projection, to detect changes."""
         weight_VD = self.projection(0)
         return weight_VD.data_ptr(), weight_VD.device, None if weight_VD.is_inference() else weight_VD._version
 
     def head_forward(self, k: int, hidden_XD: Tensor) -> Tensor:
-        """Return head k's logits [..., V] of hidden states [..., D]; −∞ for tokens outside the draft vocabulary."""
+        """Compute head k's logits [..., V] for hidden states [..., D]; −∞ for tokens outside the draft vocabulary."""
         features_XF = self._features(k, hidden_XD)
         if self.projection_kind == "target":
             return self._apply_target_projection(features_XF)
@@ -296,18 +296,18 @@ class PredictionHeads(nn.Module):
         return logits_XP if ids_P is None else widen(logits_XP, ids_P.to(logits_XP.device), self.vocab_size)
 
     def features(self, hidden_XD: Tensor) -> Tensor:
-        """Return the inputs of the projections [..., K, D] of hidden states [..., D]; [..., K, R] for low-rank heads.
+        """Compute the inputs of the projections, [..., K, D] or (low-rank) [..., K, R], for hidden states [..., D].
 
         Head k's logits are features[..., k, :] @ `projection(k)`.T.
         """
         return torch.stack([self._features(k, hidden_XD) for k in range(self.num_heads)], -2)
 
     def forward(self, hidden_XD: Tensor) -> Tensor:
-        """Return logits [..., K, V] of hidden states [..., D], which are cast to the heads' dtype.
+        """Compute logits [..., K, V] for hidden states [..., D], which are cast to the heads' dtype.
 
-        In evaluation mode without gradients all heads run as one batched product over stacked copies of the weights,
-        unless these exceed `STACK_LIMIT`. The target's projection is not copied. The copies are updated after changes
-        of the parameters, and dropped by `train()`, `eval()` and `to()`.
+        In evaluation mode without gradients, all heads run as one batched matrix product over stacked copies of their
+        weights, unless these exceed `STACK_LIMIT`. The target's projection is not copied. The copies are updated if the
+        parameters change, and deleted by `train()`, `eval()` and `to()`.
         """
         assert hidden_XD.shape[-1] == self.hidden_size
         hidden_XD = hidden_XD.to(next(self.parameters()).dtype)
@@ -320,7 +320,7 @@ class PredictionHeads(nn.Module):
         return self._stacked_forward(hidden_XD)
 
     def _stacked_forward(self, hidden_XD: Tensor) -> Tensor:
-        """Return logits [..., K, V], or features [..., K, D] for the target's projection, which is not stacked."""
+        """Compute logits [..., K, V], or features [..., K, D] if the heads share the target's projection."""
         stacks = self._stacks()
         found_KXF = self._scale_states(hidden_XD).reshape(1, -1, self.hidden_size).expand(self.num_heads, -1, -1)
         for weight_KDD, bias_K1D in stacks.blocks:
@@ -360,11 +360,11 @@ class PredictionHeads(nn.Module):
 
 @torch.no_grad()
 def best_factors(weight_VD: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """Return the best approximation of a matrix by one of rank R: float64 factors up [V, R] and down [R, D].
+    """Compute the best approximation of rank R of a matrix: float64 factors `up` [V, R] and `down` [R, D].
 
-    This is the truncated singular value decomposition, which is optimal in the Frobenius norm (Eckart and Young, 1936),
-    up to about 1e-7 of the largest singular value, because the right singular vectors are computed from the D x D Gram
-    matrix. The rows of `down` are orthonormal, in descending order of singular values.
+    This is the truncated singular value decomposition, which is optimal in the Frobenius norm (Eckart and Young, 1936).
+    The error is about 1e-7 of the largest singular value, since the right singular vectors are computed from the D x D
+    Gram matrix. The rows of `down` are orthonormal, in descending order of singular values.
     """
     columns_DD = torch.zeros(weight_VD.shape[1], weight_VD.shape[1], dtype=torch.float64, device=weight_VD.device)
     for rows_XD in weight_VD.split(_SVD_ROWS):

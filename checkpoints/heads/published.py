@@ -1,6 +1,6 @@
-"""EAGLE-3 heads as published, in the form of serving engines or of speculators.
+"""Loading of published EAGLE-3 heads, in the format of serving engines or of speculators.
 
-`pairs/eagle.py` describes which layers a config means to each engine.
+See `pairs/eagle.py` for the layers that each engine reads from a config.
 """
 
 import re
@@ -22,18 +22,18 @@ SPECULATORS = "speculators_model_type"
 _EMBEDDINGS = "embed_tokens.weight"
 _LEFT_OUT = re.compile(r"t2d|.*rotary_emb\.inv_freq")
 _STRANGE = ("mask_hidden", "fc_norm", "layers.1.", "q_norm", "k_norm", "bias")
-"""Parts of tensor names of unsupported forms: P-EAGLE, EAGLE-3.1, several layers, layers of other families."""
+"""Parts of tensor names that occur only in unsupported variants: P-EAGLE, EAGLE-3.1, several or non-Llama layers."""
 
 
 def is_published_eagle(directory: Path) -> bool:
-    """Check if a folder holds EAGLE-3 heads in any form. Raises ValueError if the config cannot be read."""
+    """Check if a folder contains EAGLE-3 heads in any supported format. Raises ValueError if the config is invalid."""
     path = directory / CONFIG_FILE
     config = read_json(path) if path.is_file() else {}
     return EAGLE in (config.get("architectures") or []) or config.get(SPECULATORS) == "eagle3"
 
 
 def trained_layers(config: Mapping[str, Any], count: int) -> list[int]:
-    """Return the target layers whose inputs published heads read, for a target with `count` layers.
+    """Return the target layers whose inputs published heads were trained on, for a target with `count` layers.
 
     The ids are read from the top level of the config, or else from `eagle_config`. The ids in `eagle_config` follow
     SGLang's convention of counting the outputs of layers, so they are increased by one. Without ids, the default of
@@ -50,9 +50,9 @@ def trained_layers(config: Mapping[str, Any], count: int) -> list[int]:
 def read_published(
     directory: Path, target: Any, embedding_VD: Tensor | None = None, *, unpickle: bool = False
 ) -> EagleHeads:
-    """Return the EAGLE-3 heads of a folder for a target with this configuration and, if given, these embeddings.
+    """Load published EAGLE-3 heads for a target, given its configuration and optionally its embeddings.
 
-    Raises ValueError if the layer differs from EAGLE-3's, or published embeddings differ from the target's.
+    Raises ValueError if the heads are of an unsupported variant, or their embeddings differ from the target's.
     """
     config = read_json(directory / CONFIG_FILE)
     inner = config.get("transformer_layer_config") if SPECULATORS in config else config
@@ -82,7 +82,7 @@ def read_published(
 
 
 def _tensors(directory: Path, unpickle: bool) -> dict[str, Tensor]:
-    """Return the tensors by their names in `EagleHeads`."""
+    """Load the tensors, and rename them as in `EagleHeads`."""
     whole, pickled = directory / WHOLE_FILES[0], directory / PICKLED_WHOLE_FILES[0]
     if whole.is_file():
         tensors = load_file(whole)
@@ -101,7 +101,7 @@ def _rename_prefix(match: re.Match[str]) -> str:
 
 
 def _check_embeddings(stored_VD: Tensor | None, embedding_VD: Tensor | None, directory: Path) -> None:
-    """Raise ValueError if published embeddings differ from the target's by more than rounding."""
+    """Raise ValueError if the published embeddings differ from the target's by more than rounding errors."""
     if stored_VD is None or embedding_VD is None:
         return
     if stored_VD.shape == embedding_VD.shape:

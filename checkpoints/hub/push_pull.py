@@ -1,7 +1,7 @@
-"""Upload of artifacts to the hub in one planned commit, and download of verified artifacts.
+"""Upload of artifacts to the Hugging Face Hub in a single commit, and download with verification.
 
-The upload has a new model card (README.md), whose hash is in the uploaded `artifact.json`. The account is that of
-huggingface_hub's stored token.
+An upload contains a new model card (README.md), whose hash is written to the uploaded `artifact.json`. The account is
+that of the token stored by huggingface_hub.
 """
 
 import hashlib
@@ -29,49 +29,49 @@ _TIMEOUT = 30  # seconds
 
 @dataclass(frozen=True)
 class Plan:
-    """Commit that a push would make."""
+    """Planned commit of an artifact to the hub."""
 
     repo: str
     message: str
     account: str | None
-    """Account of the stored token. Pushing requires one."""
+    """Account of the stored token; None if no token is stored."""
     private: bool
     """True if the repository is or will be private."""
     parent: str | None
-    """Head of the repository's main branch; None if there is no repository yet."""
+    """Latest commit of the main branch; None if the repository does not exist yet."""
     files: dict[str, CommitOperationAdd]
-    """All files of the artifact."""
+    """Upload operation of each file, by path."""
     deleted: tuple[str, ...]
-    """Files on the hub that the artifact does not have."""
+    """Files to delete from the repository, because the artifact does not contain them."""
 
     @property
     def card(self) -> str:
-        """Text of README.md."""
+        """Text of the model card (README.md)."""
         return _text(self.files[CARD_FILE])
 
     @property
     def url(self) -> str:
-        """Address of the repository."""
+        """URL of the repository."""
         return f"{constants.ENDPOINT}/{self.repo}"
 
 
 def is_on_hub(repo: str) -> bool:
-    """Check if there is a model of this name. Raises ValueError if the hub cannot be reached."""
+    """Check if a model repository of this name exists. Raises ValueError if the hub cannot be reached."""
     with hub_errors(f"{repo} on the hub", repo):
         return HfApi().repo_exists(repo)
 
 
 def plan_push(artifact: Path, repo: str, card: Callable[[Manifest], str], *, private: bool = False) -> Plan:
-    """Check an artifact and the repository, and return the planned commit.
+    """Check an artifact and its repository, and return the planned commit.
 
     Args:
         artifact: Folder of the artifact.
         repo: Repository, `user/name`.
-        card: Function that returns README.md for the manifest.
+        card: Function that returns the text of README.md for a manifest.
         private: Require a private repository.
 
-    Raises ValueError: the artifact is damaged, a text in it holds a token, the repository is public, or the hub cannot
-    be reached.
+    Raises ValueError if the artifact is damaged or contains a token, a private repository is required but the
+    repository is public, or the hub cannot be reached.
     """
     check_repository_name(repo)
     files = _files_to_push(artifact, card)
@@ -93,9 +93,9 @@ def plan_push(artifact: Path, repo: str, card: Callable[[Manifest], str], *, pri
 
 
 def push(plan: Plan) -> str:
-    """Make the commit of a plan, unless it changes nothing, and return its id.
+    """Create the planned commit and return its id. Nothing is committed if no file has changed.
 
-    Raises ValueError: no token is stored, or the hub refuses; nothing is published then.
+    Raises ValueError, without publishing anything, if no token is stored or the hub rejects the commit.
     """
     if plan.account is None:
         raise ValueError("no token is stored: log in with `hf auth login`, then push again")
@@ -113,10 +113,10 @@ def pull(source: str, out: Path) -> tuple[Manifest, str]:
     """Download an artifact, `user/name[@revision]`, to a new folder, and check the hash of every file.
 
     Returns:
-        The manifest and the commit.
+        The manifest and the commit id.
 
-    Raises ValueError: `out` is not empty, the repository holds no artifact, a file differs from the manifest, or the
-    hub cannot be reached.
+    Raises ValueError if `out` is not empty, the repository contains no artifact, a file differs from the manifest,
+    or the hub cannot be reached.
     """
     repo, revision = parse_hub_id(source)
     check_new(out)
@@ -133,7 +133,7 @@ def pull(source: str, out: Path) -> tuple[Manifest, str]:
 
 
 def _find_repository(repo: str) -> Any:
-    """Return the hub's description of a repository; None if the account cannot see one."""
+    """Return the hub's metadata of a repository; None if it does not exist or the account has no access."""
     with hub_errors(f"{repo} on the hub", repo):
         try:
             return HfApi().model_info(repo, timeout=_TIMEOUT)
@@ -144,7 +144,7 @@ def _find_repository(repo: str) -> Any:
 
 
 def _files_to_push(artifact: Path, card: Callable[[Manifest], str]) -> dict[str, CommitOperationAdd]:
-    """Return the artifact's files by name, with a new card and a manifest with its hash."""
+    """Return an upload operation for each file, with a new model card and a manifest that contains the card's hash."""
     manifest = verify_artifact(artifact)
     readme = card(manifest).encode()
     entries = manifest.files | {CARD_FILE: {"sha256": hashlib.sha256(readme).hexdigest(), "bytes": len(readme)}}

@@ -1,16 +1,16 @@
-"""Translation of token ids between two tokenizers through text, for target and drafter of any families."""
+"""Translation of token ids between the tokenizers of target and drafter, by decoding to text and re-encoding."""
 
 from collections.abc import Sequence
 from typing import Any
 
 _TAIL = 8
-"""Number of tokens before a draft that are tokenized with it, since tokenization depends on how a word begins."""
+"""Number of context tokens that are re-encoded together with a draft, since they affect its tokenization."""
 _UNFINISHED = "\ufffd"
-"""Replacement character that incomplete UTF-8 sequences decode to."""
+"""Replacement character that incomplete UTF-8 sequences are decoded to."""
 
 
 class TextTranslation:
-    """`decode.proposers.by_text.Translation` between a target's and a drafter's tokenizer, ignoring special tokens."""
+    """Implementation of `decode.proposers.by_text.Translation` for two tokenizers. Special tokens are ignored."""
 
     def __init__(self, target: Any, drafter: Any) -> None:
         self._target, self._drafter = target, drafter
@@ -32,7 +32,7 @@ class TextTranslation:
         starts = [number for number, (_, end) in enumerate(cut.offset_mapping) if end > len(tail)]
         if starts and cut.offset_mapping[starts[0]][0] >= len(tail):
             return list(cut.input_ids[starts[0] :])
-        # a token spans the border of text and draft, unlike in the text's own tokens: encode the draft alone
+        # a token spans the border of context and draft, so the draft is encoded separately
         return list(self._target(more, add_special_tokens=False, verbose=False).input_ids)
 
     def _text(self, tokenizer: Any, ids: Sequence[int]) -> str:

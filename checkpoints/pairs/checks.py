@@ -1,6 +1,6 @@
-"""Static checks of a target and a drafter, and the effect of each finding on the engines that decode with them.
+"""Static checks of a target/drafter pair, and the effects of their findings on each inference engine.
 
-The engines' rules were read in their own code: `transformers/generation/utils.py` (_validate_generation_mode), vLLM's
+The rules are those in the code of the engines: `transformers/generation/utils.py` (_validate_generation_mode), vLLM's
 `config/speculative.py`, SGLang's `speculative/standalone_worker.py`, llama.cpp's `common/speculative.cpp`.
 """
 
@@ -17,9 +17,9 @@ from ..verify.families import family_fault, is_stateful
 from .sides import REFUSED, Diagnosis, Effect, Finding, ModelInfo, degrade, refuse
 
 LLAMA_CPP_SIZES = 128
-"""Maximum difference of vocabulary sizes in llama.cpp."""
+"""Maximum difference of vocabulary sizes that llama.cpp accepts."""
 LLAMA_CPP_FIRST = 5
-"""First id whose text llama.cpp compares."""
+"""First token id whose text llama.cpp compares."""
 _OTHER = "the artifact's manifest has the fingerprint of another tokenizer"
 _SHOWN = 3
 _TEXTS = (
@@ -40,7 +40,7 @@ _TEMPLATE = "prompts use the target's chat template; a drafter trained with anot
 
 
 def examine(target: ModelInfo, drafter: ModelInfo) -> Diagnosis:
-    """Run all static checks of a target and a drafter."""
+    """Run all static checks of a target/drafter pair."""
     checks = [_check_kind, _check_family, _check_sizes, _check_weights]
     if target.tokenizer is None or drafter.tokenizer is None:
         checks.append(_check_tokenizers_exist)
@@ -54,15 +54,15 @@ def examine(target: ModelInfo, drafter: ModelInfo) -> Diagnosis:
 def check_pair(
     target: ModelInfo, drafter: ModelInfo, consumers: Collection[str], name: str, fix: str, also: Collection[str] = ()
 ) -> None:
-    """Raise ValueError if an engine refuses a target and a drafter.
+    """Raise ValueError if an engine does not support a target/drafter pair.
 
     Args:
         target: Description of the target.
         drafter: Description of the drafter.
-        consumers: Engines that must accept the two.
-        name: Name of the drafter in the message.
-        fix: Command that repairs it.
-        also: Checks that must have no finding.
+        consumers: Engines that must support the pair.
+        name: Name of the drafter for the error message.
+        fix: Command that repairs the drafter, for the error message.
+        also: Names of checks that must not have any finding.
     """
     refusals = []
     for finding in examine(target, drafter).findings:
@@ -89,7 +89,7 @@ def _check_kind(target: ModelInfo, drafter: ModelInfo) -> Iterator[Finding]:
 
 
 def _check_family(target: ModelInfo, drafter: ModelInfo) -> Iterator[Finding]:
-    """Report models that engines cannot decode with, by their configurations."""
+    """Report configurations of models that an engine does not support."""
     for model, name in ((target, "target"), (drafter, "drafter")):
         effects = dict[str, Effect]()
         if fault := family_fault(model.config):
@@ -189,7 +189,7 @@ def _check_tokens(target: ModelInfo, drafter: ModelInfo) -> Iterator[Finding]:
 
 
 def has_other_fingerprint(target: ModelInfo, drafter: ModelInfo) -> bool:
-    """Check if the drafter is an artifact that was made with another tokenizer than the target's."""
+    """Check if the drafter's manifest has a tokenizer fingerprint that differs from the target's."""
     made_with = drafter.manifest.tokenizer_fingerprint if drafter.manifest else None
     return None not in (made_with, target.tokenizer) and made_with != tokenizer_fingerprint(target.tokenizer)
 
@@ -206,7 +206,7 @@ def _check_special_ids(target: ModelInfo, drafter: ModelInfo) -> Iterator[Findin
 
 
 def _check_encoding(target: ModelInfo, drafter: ModelInfo) -> Iterator[Finding]:
-    """Report the first text that the two tokenizers encode differently, comparing the texts of tokens."""
+    """Report the first test string that the two tokenizers split into different tokens."""
     for text in _probes(target, drafter):
         of_target, of_drafter = _pieces(target.tokenizer, text), _pieces(drafter.tokenizer, text)
         if of_target != of_drafter:
@@ -218,7 +218,7 @@ def _check_encoding(target: ModelInfo, drafter: ModelInfo) -> Iterator[Finding]:
 
 
 def _probes(target: ModelInfo, drafter: ModelInfo) -> Iterator[str]:
-    """Yield test texts, also around the added tokens that both tokenizers have."""
+    """Yield test strings, including strings with added tokens that both tokenizers have."""
     yield from _TEXTS
     known = target.vocab.keys() & drafter.vocab.keys()
     added = [token.content for model in (target, drafter) for token in _tokenizer(model).added_tokens_decoder.values()]
@@ -252,7 +252,7 @@ def _check_added_ends(target: ModelInfo, drafter: ModelInfo) -> Iterator[Finding
 
 
 def _added_ends(tokenizer: Any) -> list[str]:
-    """Return which of `bos` and `eos` a tokenizer adds to every text."""
+    """Return which of `bos` and `eos` a tokenizer adds when it encodes a string."""
     ids = list(tokenizer("a", verbose=False).input_ids)
     bare = list(tokenizer("a", add_special_tokens=False, verbose=False).input_ids)
     adds = {"bos": ids[:1] == [tokenizer.bos_token_id], "eos": ids[-1:] == [tokenizer.eos_token_id]}
@@ -274,7 +274,7 @@ def _check_chat_template(target: ModelInfo, drafter: ModelInfo) -> Iterator[Find
 
 
 def _check_context(target: ModelInfo, drafter: ModelInfo) -> Iterator[Finding]:
-    """Compare the numbers of positions and, for this engine, unsupported sliding windows."""
+    """Compare context lengths, including limits of this engine such as unsupported sliding windows."""
     effects = dict[str, Effect]()
     if _is_shorter(drafter.positions, target.positions):
         reason = f"texts longer than the drafter's {drafter.positions:,} positions are rejected or drafted poorly"
@@ -294,7 +294,7 @@ def _is_shorter(drafter: int | None, target: int | None) -> bool:
 
 
 def _check_draft_vocabulary(target: ModelInfo, drafter: ModelInfo) -> Iterator[Finding]:
-    """Report a draft vocabulary in an artifact that was not exported, since other engines do not read it."""
+    """Report a draft vocabulary in an artifact that was not exported, since other engines do not support it."""
     if (drafter.folder / DRAFT_VOCABULARY).is_file() and not (drafter.manifest and drafter.manifest.export):
         reason = f"it loads {DRAFT_VOCABULARY} as weights: use `draftsmith export`"
         effects = refuse(reason, "vllm")
@@ -306,7 +306,7 @@ def _check_draft_vocabulary(target: ModelInfo, drafter: ModelInfo) -> Iterator[F
 
 
 def _check_fingerprint(target: ModelInfo, drafter: ModelInfo) -> Iterator[Finding]:
-    """Report a manifest with another tokenizer fingerprint, unless the tokens themselves differ."""
+    """Report a tokenizer fingerprint that differs from the target's, unless differing tokens are already reported."""
     has_other_tokens = drafter.tokenizer is not None and drafter.vocab != target.vocab
     if has_other_fingerprint(target, drafter) and not has_other_tokens:
         assert drafter.manifest is not None

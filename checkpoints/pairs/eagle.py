@@ -1,6 +1,6 @@
-"""Checks of EAGLE-3 heads and their target: the config as each engine reads it, and missing tensors.
+"""Static checks of EAGLE-3 heads with their target: how each engine interprets the config, and missing tensors.
 
-The engines' rules were read in their own code: vLLM 0.33's `config/speculative.py` and its two model runners, SGLang
+The rules are those in the code of the engines: vLLM 0.33's `config/speculative.py` and its two model runners, SGLang
 0.5.23's `models/llama_eagle3.py`, llama.cpp's `conversion/llama.py` and `common/speculative.cpp`.
 """
 
@@ -29,7 +29,7 @@ Config = Mapping[str, Any]
 
 
 def layers_by_engine(config: Config, count: int) -> dict[str, list[int]]:
-    """Return the layers (by their inputs, from 0) of a target with `count` layers that each engine reads."""
+    """Return the target layers whose inputs each engine passes to the heads, for a target with `count` layers."""
     nested, top, usual = config.get("eagle_config") or {}, config.get(LAYER_IDS), default_layers(count)
     own = nested.get(LAYER_IDS)
     return {
@@ -41,14 +41,14 @@ def layers_by_engine(config: Config, count: int) -> dict[str, list[int]]:
 
 
 def rotary_base(config: Config) -> float:
-    """Return the base of rotary positions under any of transformers' keys (default: 10,000)."""
+    """Return the RoPE base under any of the config keys that transformers uses (default: 10,000)."""
     rope: Config = config.get("rope_parameters") or {}
     rope = rope.get("full_attention", rope)  # some models have settings per layer type
     return float(rope.get("rope_theta") or config.get("rope_theta") or 10_000)
 
 
 def examine_eagle(target: ModelInfo, source: str, folder: Path) -> Diagnosis:
-    """Run all checks of EAGLE-3 heads in a folder and their target. Raises ValueError if layer ids are invalid."""
+    """Run all checks of EAGLE-3 heads in a folder with their target. Raises ValueError if layer ids are invalid."""
     config = read_json(folder / CONFIG_FILE)
     stored = load_file(folder / WHOLE_FILES[0]) if (folder / WHOLE_FILES[0]).is_file() else {}
     trained = trained_layers(config, target.config.num_hidden_layers)
@@ -62,7 +62,7 @@ def examine_eagle(target: ModelInfo, source: str, folder: Path) -> Diagnosis:
 
 
 def _layer_settings(config: Config) -> Config:
-    """Return the settings of the layer, which the form of speculators nests."""
+    """Return the config of the decoder layer, which is nested in the speculators format."""
     settings: Config = config.get("transformer_layer_config", config)
     return settings
 

@@ -1,6 +1,6 @@
-"""Repair of a drafter whose vocabulary rows differ from its target's: rows are moved, padded or dropped.
+"""Repair of drafters whose vocabulary differs from the target's, by moving, adding or dropping vocabulary rows.
 
-Shape letters: V rows of a vocabulary, X any shape.
+Shape letters: V vocabulary, X any shape.
 """
 
 from collections.abc import Sequence
@@ -22,24 +22,24 @@ from .sides import ModelInfo
 from .speculation import write_settings
 
 NEVER = -1e4
-"""Output bias of a row without a token, in models with a bias in the output layer."""
+"""Output bias of rows without a token, for models with a bias in the output layer."""
 _LICENCES = ("LICENSE*", "NOTICE*")
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def repair(target: ModelInfo, drafter: ModelInfo, out: Path, command: str) -> list[str]:
-    """Write a copy of a drafter with the target's tokenizer and vocabulary rows to `out`, as an artifact.
+    """Write a copy of a drafter that uses the target's tokenizer and vocabulary to `out`, as an artifact.
 
     Args:
         target: Description of the target.
-        drafter: Description of the drafter, whose tokens are all tokens of the target.
-        out: New folder.
-        command: Command line for the manifest.
+        drafter: Description of the drafter, whose tokens must all be in the target's vocabulary.
+        out: New folder for the copy.
+        command: Command line to store in the manifest.
 
     Returns:
         Descriptions of the changes.
 
-    Raises ValueError: rows cannot be matched, or `out` is not empty.
+    Raises ValueError if rows cannot be matched or `out` is not empty.
     """
     if out.exists() and (out.is_file() or any(out.iterdir())):
         raise ValueError(f"{out} already exists and is not empty: choose another --fix")
@@ -89,7 +89,7 @@ def _load_model(drafter: ModelInfo, rows: int) -> Any:
 
 
 def _match_rows(target: ModelInfo, drafter: ModelInfo) -> tuple[list[int | None], list[int], int]:
-    """Return the drafter's row for each row of the target, its rows with a token, and its number of rows."""
+    """Return the drafter's row (or None) for each target row, its rows that have a token, and its number of rows."""
     if target.tokenizer is None or drafter.tokenizer is None:
         raise ValueError(f"{target.source} and {drafter.source} must both have a tokenizer to match rows by")
     made_with = drafter.manifest.tokenizer_fingerprint if drafter.manifest else None
@@ -123,10 +123,10 @@ def _move_rows(model: Any, rows: Sequence[int | None], used: Sequence[int]) -> N
 
 
 def arrange_rows(old_VX: Tensor, rows: Sequence[int | None], used: Sequence[int]) -> Tensor:
-    """Return reordered rows, in which a new one (None) is the mean of the rows `used`, which have a token.
+    """Reorder the rows of a weight or bias. New rows (None) are the mean of the rows in `used`, which have a token.
 
-    In an output layer, the mean row gives the mean of the other logits: never the largest, and at most a V-th of the
-    probability. (A row of zeros would give the largest logit if all others were negative.) A new bias [V] is `NEVER`.
+    In an output layer, the logit of a mean row is the mean of the other logits, so it is never the largest. (The logit
+    of a zero row would be, if all other logits were negative.) New entries of a bias [V] are `NEVER`.
     """
     is_bias = old_VX.dim() == 1
     added = old_VX.new_tensor(NEVER) if is_bias else old_VX[torch.tensor(used)].double().mean(0).to(old_VX.dtype)
@@ -137,7 +137,7 @@ def arrange_rows(old_VX: Tensor, rows: Sequence[int | None], used: Sequence[int]
 
 
 def _write_ids(target: ModelInfo, drafter: ModelInfo, folder: Path) -> None:
-    """Set the special ids of `config.json` and `generation_config.json` to the target's."""
+    """Set the special token ids of `config.json` and `generation_config.json` to the target's."""
     starts = ("decoder_start_token_id",) if drafter.config.is_encoder_decoder else ()
     for name, settings in (("config.json", target.config), ("generation_config.json", target.generation)):
         values = read_json(folder / name) if (folder / name).is_file() else {}

@@ -1,6 +1,6 @@
-"""Descriptions of models by their files, the findings of a pair, and their effects on each engine.
+"""Model descriptions, findings of pair checks, and the effects of findings on each inference engine.
 
-Only configurations, tokenizers and headers of safetensors files are read; no pickles and no remote code.
+Only configurations, tokenizers and safetensors headers are read. Pickles and remote code are never loaded.
 """
 
 from collections.abc import Callable, Mapping
@@ -28,7 +28,7 @@ CONSUMERS = {
     "llama.cpp": "llama.cpp of August 2026 (b10576), draft-simple, after its converter",
     "draftsmith": "draftsmith",
 }
-"""Engines, and the versions whose rules are checked."""
+"""Inference engines, and the versions whose rules are checked."""
 WORKS, BUT, REFUSED = "works", "works but", "refused"
 WEIGHTS = "model*.safetensors"
 _FILES = (
@@ -36,7 +36,7 @@ _FILES = (
     *(*TOKENIZER_FILES, DRAFT_VOCABULARY),
 )
 _HEADS = ("lm_head.weight", "embed_out.weight", "output.weight")
-"""Names of output layers in files that are older than their model class."""
+"""Names of output projections in old checkpoint files."""
 
 
 @dataclass(frozen=True)
@@ -49,42 +49,42 @@ class Effect:
 
 
 def refuse(reason: str, *consumers: str) -> dict[str, Effect]:
-    """Return the effects of a finding for which engines (by default all) refuse the pair."""
+    """Return an effect for each engine (default: all) that does not support a pair because of a finding."""
     return dict.fromkeys(consumers or CONSUMERS, Effect(REFUSED, reason))
 
 
 def degrade(reason: str, *consumers: str) -> dict[str, Effect]:
-    """Return the effects of a finding with which engines (by default all) decode less well."""
+    """Return an effect for each engine (default: all) that supports a pair with restrictions because of a finding."""
     return dict.fromkeys(consumers or CONSUMERS, Effect(BUT, reason))
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Result of a check of a pair, static or measured."""
+    """Problem found by a static or measured check of a target/drafter pair."""
 
     check: str
-    """Stable short name of the check."""
+    """Short, stable name of the check."""
     what: str
     target: str = ""
     drafter: str = ""
     effects: Mapping[str, Effect] = field(default_factory=dict)
-    """Effects on the affected engines."""
+    """Mapping from affected engine to effect."""
     advice: str = ""
     is_fault: bool = False
     """True if a measured finding is an error of training, files or settings."""
     lost: float | None = None
-    """Loss of acceptance, if measured."""
+    """Decrease of acceptance, if measured."""
     interval: list[float] | None = None
-    """99 % interval of `lost`."""
+    """99 % confidence interval of `lost`."""
 
     @property
     def severity(self) -> str:
-        """`fault` for errors and pairs that an engine refuses, otherwise `weakness`."""
+        """`fault` if the finding is an error or an engine does not support the pair, otherwise `weakness`."""
         is_refused = REFUSED in {effect.outcome for effect in self.effects.values()}
         return "fault" if self.is_fault or is_refused else "weakness"
 
     def as_json(self) -> dict[str, Any]:
-        """Return the finding as JSON."""
+        """Return the finding as a JSON-serialisable dictionary."""
         return asdict(self) | {"severity": self.severity}
 
     def __str__(self) -> str:
@@ -93,7 +93,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Worst outcome of all findings for an engine, with every reason."""
+    """Worst outcome of all findings for an engine, with the reasons for it."""
 
     outcome: str
     reasons: tuple[str, ...]
@@ -101,17 +101,17 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Findings of a pair."""
+    """All findings of a target/drafter pair."""
 
     target: str
     drafter: str
     findings: tuple[Finding, ...]
     consumers: Mapping[str, str] = field(default_factory=lambda: CONSUMERS)
-    """Engines that may decode with the pair."""
+    """Engines to return verdicts for, with their versions."""
 
     @property
     def verdicts(self) -> dict[str, Verdict]:
-        """Verdict of each engine."""
+        """Mapping from engine to verdict."""
         verdicts = {}
         for name in self.consumers:
             effects = [finding.effects[name] for finding in self.findings if name in finding.effects]
@@ -122,7 +122,7 @@ class Diagnosis:
         return verdicts
 
     def as_json(self) -> dict[str, Any]:
-        """Return findings and verdicts as JSON."""
+        """Return findings and verdicts as a JSON-serialisable dictionary."""
         verdicts = {name: {"reader": self.consumers[name]} | asdict(one) for name, one in self.verdicts.items()}
         findings = [finding.as_json() for finding in self.findings]
         return {"target": self.target, "drafter": self.drafter, "findings": findings, "verdicts": verdicts}
@@ -133,28 +133,28 @@ class ModelInfo:
     """Description of a target or drafter, read from its files."""
 
     source: str
-    """Folder or hub id as given."""
+    """Folder or hub id, as passed by the caller."""
     folder: Path
     config: Any
     """Configuration of the decoder."""
     generation: GenerationConfig
     tokenizer: Any | None
     rows: int | None
-    """Rows of the token embedding in the weights; None if they are not on this machine."""
+    """Number of rows of the token embedding in the weights; None if the weights are not available locally."""
     head_rows: int | None
-    """Rows of the output layer."""
+    """Number of rows of the output projection in the weights; None if unknown."""
     manifest: Manifest | None
     weights_fault: str = ""
     """Reason why this engine cannot load the weights; empty if it can."""
 
     @property
     def vocab_size(self) -> int:
-        """Vocabulary size of the configuration."""
+        """Vocabulary size in the configuration."""
         return int(self.config.vocab_size)
 
     @property
     def vocab(self) -> dict[str, int]:
-        """Mapping of token texts to ids; empty without a tokenizer."""
+        """Mapping from token text to id; empty without a tokenizer."""
         return {} if self.tokenizer is None else {str(text): int(i) for text, i in self.tokenizer.get_vocab().items()}
 
     @property
@@ -169,19 +169,19 @@ class ModelInfo:
 
     @property
     def limit(self) -> int | None:
-        """Number of tokens that this engine accepts; None for no limit."""
+        """Maximum number of tokens that this engine supports; None for no limit."""
         return position_limit(self.config)
 
 
 def read_model_info(source: str, load_tokenizer: Callable[[str], Any]) -> ModelInfo:
-    """Read the description of a target or a drafter.
+    """Read the description of a target or drafter from its files.
 
     Args:
         source: Folder of a model or a LoRA adapter, or `user/name[@revision]` on the hub, whose small files are
             downloaded.
         load_tokenizer: Function that returns the tokenizer of a folder.
 
-    Raises ValueError: there is no language model that can be read without remote code.
+    Raises ValueError if there is no language model that can be loaded without remote code.
     """
     folder = find_folder(source, _FILES)
     manifest = load_manifest(folder) if (folder / MANIFEST_FILE).is_file() else None
@@ -212,7 +212,7 @@ def read_model_info(source: str, load_tokenizer: Callable[[str], Any]) -> ModelI
 
 
 def _rows(config: Any, shapes: dict[str, tuple[int, ...]]) -> tuple[int | None, int | None]:
-    """Return the stored rows of the embedding and of the output layer."""
+    """Return the numbers of stored rows of the token embedding and the output projection; None if unknown."""
     try:
         model = meta_model(config)
     except (ValueError, ImportError):  # model unknown to this transformers, or a missing kernel

@@ -11,11 +11,11 @@ from ..storage.safe_read import read_json
 from ..verify.model_files import load_config
 
 SPECULATIVE_TOKENS = 4
-"""Default number of draft tokens per step, also of this engine's methods."""
+"""Default number of draft tokens per step, also for the methods of this engine."""
 
 
 def speculation(tokens: int = SPECULATIVE_TOKENS) -> dict[str, Any]:
-    """Return the settings of a constant draft length without a confidence threshold."""
+    """Return the generation settings for a constant draft length without a confidence threshold."""
     return {
         "num_assistant_tokens": tokens,
         "num_assistant_tokens_schedule": "constant",
@@ -24,12 +24,12 @@ def speculation(tokens: int = SPECULATIVE_TOKENS) -> dict[str, Any]:
 
 
 def write_settings(path: Path, settings: Mapping[str, Any]) -> None:
-    """Write `config.json` or `generation_config.json`, including values that transformers refuses to save."""
+    """Write `config.json` or `generation_config.json`, even with values that transformers would not save."""
     path.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def save_speculation(folder: Path, tokens: int = SPECULATIVE_TOKENS) -> None:
-    """Add `speculation` to a drafter's generation settings, or to those of its configuration."""
+    """Add the settings of `speculation` to a drafter's `generation_config.json`, and create the file if necessary."""
     path = folder / "generation_config.json"
     if path.is_file():
         settings = read_json(path)
