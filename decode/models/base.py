@@ -1,7 +1,7 @@
 """Language models that score token trees, and an implementation for any transformers decoder.
 
-Shape letters: B batch, M new tokens, n tree slots up to the last new one, S cache slots, V vocabulary, D hidden, G
-auxiliary hidden states, H heads, E head width. Of trees: N nodes, L leaves, P nodes of a path.
+Shape letters: B batch, M new tokens, n tree nodes up to the last new one, S cache slots, V vocabulary, D hidden, G
+auxiliary hidden states, H heads, E head width, N tree nodes, L leaves, P nodes of a path.
 """
 
 from abc import ABC, abstractmethod
@@ -24,80 +24,79 @@ from .kv_cache import KVCache
 from .products.shared import stored_weights
 
 NO_LIMIT = 1 << 30
-"""Value of `max_positions` for models without a limit."""
+"""Value of `max_positions` for models that support any number of positions."""
 
 
 class Translation(Protocol):
-    """Protocol that translates between the ids of a target and of a drafter with another tokenizer."""
+    """Interface for converting token ids between a target and a drafter with different tokenizers."""
 
     def to_drafter(self, ids: Sequence[int]) -> list[int]:
-        """Return the drafter's ids of the target's text, at least one."""
+        """Convert the target's token ids to the drafter's. The result contains at least one id."""
 
     def to_target(self, ids: Sequence[int], own: Sequence[int], draft: Sequence[int]) -> list[int]:
-        """Return the target's ids of the draft tokens `draft`, which follow `ids`, encoded as `own` by the drafter."""
+        """Convert draft tokens to the target's ids. They follow `ids`, which are `own` for the drafter."""
 
 
 class AuxiliaryStates:
-    """Auxiliary hidden states, which a target returns and an EAGLE-3 drafter reads."""
+    """Mixin for auxiliary hidden states: a target returns them, and an EAGLE-3 drafter takes them as input."""
 
     aux_layers: tuple[int, ...] = ()
-    """Layers whose inputs `extend` returns before the hidden states, [B, M, G + D]."""
+    """Layers whose inputs `extend` concatenates with the hidden states, which become [B, M, G + D]."""
     required_aux_layers: tuple[int, ...] | None = None
-    """Layers of the target that this drafter reads (`EagleDrafter`). None if it reads tokens only."""
+    """Target layers whose inputs this drafter needs (see `EagleDrafter`). None if it only needs tokens."""
 
     def fuse_aux(self, aux_BMG: Tensor) -> Tensor:
-        """Return the drafter's input [B, M, D] from the target's auxiliary hidden states."""
+        """Project the target's auxiliary hidden states [B, M, G] to the drafter's input [B, M, D]."""
         raise AssertionError("this model reads tokens only")
 
     def set_aux_input(self, above_BMD: Tensor) -> None:
-        """Set the states that the next `extend` reads together with its tokens.
+        """Set the hidden states that the next call of `extend` combines with its tokens.
 
-        These are `fuse_aux` of the target's states at the preceding positions, or the drafter's own hidden states
-        there.
+        They belong to the preceding positions: outputs of `fuse_aux`, or hidden states of the drafter.
         """
         raise AssertionError("this model reads tokens only")
 
 
 class DraftVocabulary(ABC):
-    """Draft vocabulary: the tokens that a drafter can propose."""
+    """Mixin for models with a draft vocabulary, which contains the tokens that a drafter can propose."""
 
     vocab_size: int
 
     @property
     def draft_vocab_size(self) -> int:
-        """Return the number of tokens that `draft_logits` covers."""
+        """Return the size of the draft vocabulary."""
         return self.vocab_size
 
     def draft_logits(self, hidden_XD: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return logits [..., R] of the draft vocabulary, and its token ids [R] (None for all tokens)."""
+        """Return logits [..., R] over the draft vocabulary, and its token ids [R] (None if it contains all tokens)."""
         return self.logits(hidden_XD), None
 
     @abstractmethod
     def logits(self, hidden_XD: Tensor) -> Tensor:
-        """Return logits [..., V] of hidden states [..., D] from `extend`."""
+        """Project hidden states [..., D] returned by `extend` to logits [..., V]."""
 
 
 class CapturedForwards:
-    """Replay of whole drafts as one CUDA graph. By default drafts run eagerly."""
+    """Mixin for models that can replay a whole draft as one CUDA graph. By default, drafts run eagerly."""
 
     device: torch.device
     supports_any_length: bool = False
-    """True if one captured forward serves all lengths, because attention reads no slots after a row's last token."""
+    """True if one CUDA graph serves sequences of all lengths, because attention stops at each row's last token."""
 
     def run_captured(
         self, cache: KVCache, tree: Tree, key: Hashable, run: Callable[..., tuple[Tensor, ...]], *inputs: Tensor
     ) -> tuple[Tensor, ...]:
-        """Return `run(*inputs)`, which grows a fixed tree on this cache. `key` identifies all other dependencies."""
+        """Call `run(*inputs)`, which drafts a fixed tree, and return its outputs. `key` identifies the function."""
         return run(*inputs)
 
     @property
     def is_async(self) -> bool:
-        """Return whether reading a computed value on the host synchronises with the device."""
+        """Return whether reading a tensor's value on the host synchronises with the device."""
         return self.device.type != "cpu"
 
 
 class LanguageModel(AuxiliaryStates, DraftVocabulary, CapturedForwards):
-    """Base class of language models that run tree nodes on top of a cache and project hidden states to logits."""
+    """Base class for language models that score the nodes of a token tree with a key-value cache."""
 
     vocab_size: int
     hidden_size: int
@@ -109,51 +108,51 @@ class LanguageModel(AuxiliaryStates, DraftVocabulary, CapturedForwards):
     key_width: int
     value_width: int
     layer_devices: Sequence[torch.device] | None = None
-    """Device of each layer, for models on several devices."""
+    """Device of each layer, or None if all layers are on `device`."""
     states: str = "after-norm"
-    """Kind of hidden states of `extend` and `logits`: "after-norm" or "before-norm" (of the final norm)."""
+    """Whether `extend` returns hidden states from after or before the final norm: "after-norm" or "before-norm"."""
     config: Any = None
     """Configuration of the wrapped transformers model, if any."""
     translation: Translation | None = None
-    """Translation of a drafter with another tokenizer than its target, else None."""
+    """Token translation for a drafter whose tokenizer differs from the target's, otherwise None."""
     windows: tuple[int | None, ...] = ()
-    """Attention window of each layer in tokens, including the token itself. None for full attention."""
+    """Attention window of each layer in tokens, including the current token. None for full attention."""
     tree_fault: str | None = None
-    """Reason why this model cannot score trees, else None."""
+    """Reason why this model does not support tree attention, or None if it does."""
 
     @property
     def weights_dtype(self) -> torch.dtype:
-        """Return the coarsest dtype that forwards round to. `dtype` is that of hidden states."""
+        """Return the dtype of the weights. Hidden states, whose dtype is `dtype`, may be more precise."""
         return self.dtype
 
     def new_cache(self, batch: int, capacity: int) -> KVCache:
-        """Return an empty cache with at least `capacity` slots per row."""
+        """Return an empty key-value cache for `batch` sequences, with at least `capacity` slots for each."""
         widths = (self.key_width, self.value_width)
         return KVCache(
             self.layers, batch, self.kv_heads, capacity, *widths, self.dtype, self.device, self.layer_devices
         )
 
     def begin(self, prompts: Sequence[Sequence[int]], extra_slots: int) -> tuple[Sequence[Sequence[int]], KVCache]:
-        """Return the ids that decoding starts from (an encoder-decoder's start token), and an empty cache."""
+        """Return the decoder's initial ids (start tokens for encoder-decoders) and an empty cache."""
         return prompts, self.new_cache(len(prompts), max(len(prompt) for prompt in prompts) + extra_slots)
 
     def extend(
         self, cache: KVCache, tokens_BM: Tensor, tree: Tree | None = None, start: int = 0, stop: int | None = None
     ) -> Tensor:
-        """Run new tokens on top of the cache and write their keys and values after its committed ones.
+        """Run a forward of new tokens after the cached ones, and add their keys and values to the cache.
 
         Args:
-            cache: Cache whose lengths are the start of each row's tree. They are not changed.
-            tokens_BM: Nodes start..stop-1 of the tree.
+            cache: Key-value cache. Its lengths, after which the new tokens are stored, do not change.
+            tokens_BM: Token ids of the nodes start..stop-1 of the tree.
             tree: Topology of the nodes 0..stop-1. None for a chain.
-            start: Number of nodes that were run before.
+            start: Number of tree nodes that earlier calls have run.
             stop: End of the new nodes (default: start + M).
 
         Returns:
-            Hidden states [B, M, D], of the kind `states`, with those of `aux_layers` before them.
+            Hidden states [B, M, D] as selected by `states`, concatenated after the inputs of `aux_layers`.
 
         Raises:
-            ValueError: The cache is too small, or this model cannot score trees.
+            ValueError: The cache is too small, or the model does not support tree attention.
         """
         count = tokens_BM.shape[1]
         stop = start + count if stop is None else stop
@@ -172,7 +171,7 @@ class LanguageModel(AuxiliaryStates, DraftVocabulary, CapturedForwards):
         return self._forward(cache, tokens_BM, positions_BM, mask_B1MS, start, end)
 
     def check_trees(self, method: str) -> None:
-        """Raise ValueError if this model cannot score trees, which a method needs."""
+        """Raise ValueError if this model does not support tree attention. The message names `method`."""
         if self.tree_fault is not None:
             works = "autoregressive, speculative, adaptive, prompt-lookup, unigram, bigram, bpd"
             raise ValueError(
@@ -182,12 +181,12 @@ class LanguageModel(AuxiliaryStates, DraftVocabulary, CapturedForwards):
     def extend_with_aux(
         self, above_BMD: Tensor, cache: KVCache, tokens_BM: Tensor, tree: Tree | None = None, start: int = 0
     ) -> Tensor:
-        """Run `extend` of a drafter with `required_aux_layers`, after `set_aux_input(above_BMD)`."""
+        """Call `set_aux_input(above_BMD)` and then `extend`, for drafters with `required_aux_layers`."""
         self.set_aux_input(above_BMD)
         return self.extend(cache, tokens_BM, tree, start)
 
     def _mask(self, cache: KVCache, bias_BMn: Tensor | None, start: int, stop: int, end: int) -> Tensor | None:
-        """Return the additive mask [B or 1, 1, M, end], or None if all new tokens see all slots (M = 1 in a chain)."""
+        """Return the additive mask [B or 1, 1, M, end], or None if every new token attends to all slots."""
         count = stop - start
         if bias_BMn is None:
             if count == 1 and cache.uniform:
@@ -207,7 +206,7 @@ class LanguageModel(AuxiliaryStates, DraftVocabulary, CapturedForwards):
         return mask_BMS[:, None]
 
     def _windowed(self, mask_B1MS: Tensor | None, positions_BM: Tensor, end: int, window: int | None) -> Tensor | None:
-        """Return the mask of a layer with a window, which hides committed tokens only: tree nodes see each other."""
+        """Add a layer's attention window to a mask. It hides committed tokens, but no nodes of the same tree."""
         if window is None or end <= window:
             return mask_B1MS
         if mask_B1MS is None:
@@ -219,14 +218,14 @@ class LanguageModel(AuxiliaryStates, DraftVocabulary, CapturedForwards):
     def _forward(
         self, cache: KVCache, tokens_BM: Tensor, positions_BM: Tensor, mask_B1MS: Tensor | None, start: int, end: int
     ) -> Tensor:
-        """Return hidden states [B, M, D], and write keys and values to the slots from `length + start` on."""
+        """Return hidden states [B, M, D], and write keys and values to the cache from slot `length + start` on."""
 
 
 _KINDS = "sliding_attention", "full_attention"
 
 
 class SlotCache(Cache):
-    """Cache for attention layers of transformers that writes to the tree's slots and returns views up to `end`."""
+    """Adapter through which attention layers of transformers write to and read from a `KVCache`."""
 
     def __init__(self, cache: KVCache, start: int, end: int) -> None:
         super().__init__(layers=[])
@@ -243,10 +242,10 @@ class SlotCache(Cache):
 
 
 class TransformersModel(LanguageModel):
-    """Any transformers decoder, also with `device_map`, run with our cache, a 4-D mask and explicit positions.
+    """Wrapper for any transformers decoder, including models that are loaded with a `device_map`.
 
     Raises:
-        ValueError: No final norm is found, and `states` is "before-norm".
+        ValueError: `states` is "before-norm", but the model has no final norm.
     """
 
     def __init__(self, model: PreTrainedModel, states: str = "after-norm", aux_layers: Sequence[int] = ()) -> None:
@@ -276,7 +275,7 @@ class TransformersModel(LanguageModel):
                 self.device = self.layer_devices[0]
 
     def _find_devices(self) -> list[torch.device]:
-        """Return the device of each layer. Offloaded layers run on the first device that holds weights."""
+        """Return the device of each layer. Offloaded layers run on the first device with weights."""
         first = next(weight.device for weight in self.model.parameters() if weight.device.type != "meta")
         lists = (part for part in self._decoder.modules() if isinstance(part, nn.ModuleList))
         layers = next(part for part in lists if len(part) == self.layers)
@@ -327,7 +326,7 @@ class TransformersModel(LanguageModel):
 
 
 def extend_by_path(model: LanguageModel, cache: KVCache, tokens_BN: Tensor, tree: Tree) -> Tensor:
-    """Run `extend` of a tree without tree attention: each path is a row with its own copy of the cache.
+    """Run `extend` on a tree without tree attention: each path becomes a row with its own copy of the cache.
 
     All leaves must have the same depth (arXiv 2401.06706, section 3.3 and table 4).
     """
@@ -357,7 +356,7 @@ def extend_by_path(model: LanguageModel, cache: KVCache, tokens_BN: Tensor, tree
 
 
 def bare_model(model: Any) -> Any:
-    """Return the transformers model inside the wrappers of peft and `torch.compile`."""
+    """Return the transformers model without the wrappers of peft and `torch.compile`."""
     model = getattr(model, "_orig_mod", model)
     inner = getattr(model, "get_base_model", None)
     return inner() if inner is not None else model
@@ -365,7 +364,7 @@ def bare_model(model: Any) -> Any:
 
 @contextmanager
 def masked_attention(model: Any) -> Iterator[None]:
-    """Return a context manager in which a model uses an attention kernel with additive masks, unlike flash and flex."""
+    """Return a context manager that replaces flash and flex attention by a kernel with additive masks."""
     config = model.config.get_text_config(decoder=True)
     chosen = getattr(config, "_attn_implementation", None) or ""
     if "flash" not in chosen and "flex" not in chosen:
@@ -379,7 +378,7 @@ def masked_attention(model: Any) -> Iterator[None]:
 
 
 def check_same_vocabulary(target: LanguageModel, other: Any, what: str) -> None:
-    """Raise ValueError unless a drafter, table or heads have the vocabulary of the target."""
+    """Raise ValueError unless a drafter, table or heads use the target's vocabulary."""
     if getattr(other, "translation", None) is not None:
         raise ValueError(f"the {what} has another tokenizer than the target: only `speculative` can use it")
     if target.vocab_size != other.vocab_size:

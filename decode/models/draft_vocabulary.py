@@ -1,9 +1,9 @@
-"""Draft vocabularies of decoders, which restrict the output projection, a large part of a small drafter's latency.
+"""Draft vocabularies, which restrict a drafter's output projection to some tokens to reduce its latency.
 
-A token outside the draft vocabulary has probability 0 in q, which exact verifiers support (FR-Spec: Zhao et al. 2025,
+A token outside the draft vocabulary has draft probability 0, which exact verifiers support (FR-Spec: Zhao et al. 2025,
 arXiv 2502.14856; EAGLE-3: Li et al. 2025, arXiv 2503.01840, which calls the map d2t).
 
-Shape letters: R tokens of the draft vocabulary, V vocabulary.
+Shape letters: R draft vocabulary, V vocabulary.
 """
 
 from pathlib import Path
@@ -29,17 +29,17 @@ def keep_tokens(model: Any, ids_R: Tensor) -> None:
 
 
 def kept_tokens(model: Any) -> Tensor | None:
-    """Return the increasing ids of a model's draft vocabulary, int64 [R], or None for all tokens."""
+    """Return the token ids of a model's draft vocabulary in increasing order, int64 [R], or None without one."""
     return getattr(model, _BUFFER, None)
 
 
 def save_vocabulary(model: Any, folder: Path) -> None:
-    """Write the file of a model's draft vocabulary, if it has one."""
+    """Save a model's draft vocabulary, if it has one, to `folder`."""
     write_vocabulary(kept_tokens(model), folder)
 
 
 def load_vocabulary(model: Any, folder: Path) -> None:
-    """Restrict a model to the draft vocabulary in its folder, if there is one.
+    """Load the draft vocabulary in `folder`, if there is one, and restrict the model to it.
 
     Raises:
         ValueError: The file is invalid.

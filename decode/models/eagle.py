@@ -1,4 +1,4 @@
-"""EAGLE-3 heads as a drafter: a one-layer language model that reads tokens and the target's hidden states.
+"""EAGLE-3 drafter: a one-layer language model whose inputs are tokens and hidden states of the target.
 
 Source: EAGLE-3 (Li et al. 2025, arXiv 2503.01840), section 3.1.
 
@@ -18,9 +18,9 @@ from .products.product import Product, is_int8, rounded
 
 
 class EagleDrafter(LeanDecoder):
-    """EAGLE-3 drafter for heads with attached target weights (see `EagleHeads.attach`).
+    """Drafter that runs EAGLE-3 heads with attached target weights (see `EagleHeads.attach`).
 
-    The weights are read once, so create a new drafter after changing them.
+    The weights are prepared once, so create a new drafter after changing them.
     """
 
     def __init__(self, heads: EagleHeads) -> None:

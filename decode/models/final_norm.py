@@ -1,4 +1,4 @@
-"""Hidden states before a decoder's final norm (residual stream)."""
+"""Access to the hidden states before a decoder's final norm (the residual stream)."""
 
 import threading
 from collections.abc import Iterator
@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from ...checkpoints.heads.module import STATES
 
 _NAMES = ("norm", "final_layer_norm", "final_layernorm", "ln_f", "norm_f", "decoder.final_layer_norm")
-"""Names of the final norm in transformers' decoders."""
+"""Attribute names of the final norm in decoders of transformers."""
 
 
 def parse_layers(states: str) -> tuple[int, ...]:
-    """Return the layers in a name of states such as "layers-2-15-27", or none for other names.
+    """Return the layers in a `states` setting such as "layers-2-15-27", or an empty tuple for other settings.
 
-    The name means the inputs of these layers, followed by the last hidden states.
+    With such a setting, states are the inputs of these layers, followed by the last hidden states.
     """
     name, *layers = states.split("-")
     return tuple(map(int, layers)) if name == "layers" else ()
@@ -29,10 +29,10 @@ def check_states(states: str) -> None:
 
 
 def final_norm(decoder: nn.Module) -> nn.Module:
-    """Return the module whose output is a decoder's last hidden states.
+    """Return a decoder's final norm, whose output is the last hidden states.
 
     Raises:
-        ValueError: No norm of a usual name follows all layers, or a projection follows it (OPT).
+        ValueError: The decoder has no final norm with a known name, or a projection follows it (OPT).
     """
     projected = getattr(getattr(decoder, "decoder", decoder), "project_out", None) is not None
     for name in () if projected else _NAMES:
@@ -47,7 +47,7 @@ def final_norm(decoder: nn.Module) -> nn.Module:
 
 @contextmanager
 def norm_input(norm: nn.Module) -> Iterator[list[Tensor]]:
-    """Return a context manager whose list holds the input of a norm's latest call in this thread."""
+    """Return a context manager that provides a list with the input of a norm's latest call in this thread."""
     thread, inputs = threading.get_ident(), list[Tensor]()
 
     def record(_: nn.Module, args: tuple[Any, ...]) -> None:

@@ -1,4 +1,4 @@
-"""Detection of NaN and infinite logits, once per step and with the name of their source.
+"""Detection of NaN and infinite logits. They are checked once per step, and errors name the model at fault.
 
 Shape letters: B batch, X distributions of a row, V vocabulary.
 """
@@ -14,10 +14,10 @@ from .products.product import is_int8
 
 
 class Watch:
-    """Record of one number per distribution of a step, which is finite only if the logits are.
+    """Detector of NaN and infinite logits that checks one number per distribution.
 
-    The number is the largest logit or probability, or the value that `draw_many` searched for. It should not be a view
-    of the distribution, whose memory would be kept alive.
+    The number, such as the largest logit, must be finite only if the logits are valid. It should not be a view of the
+    distribution, whose memory would be kept alive.
     """
 
     def __init__(self) -> None:
@@ -25,24 +25,24 @@ class Watch:
         self._step = 0
 
     def __call__(self, whose: str, number_BX: Tensor, ahead: Any) -> None:
-        """Record these numbers.
+        """Record one number for each of several distributions.
 
         Args:
-            whose: Source in the error message, such as "the drafter's"; {} is replaced by `ahead` + 1.
-            number_BX: Numbers of the distributions.
+            whose: Model named in the error message, such as "the drafter's". {} is replaced by `ahead` + 1.
+            number_BX: Number of each distribution, such as its largest logit.
             ahead: Number of tokens between the root and the predicted token, [X] or [B, X].
         """
         self._numbers.append((whose, number_BX, ahead))
 
     def numbers(self) -> Tensor:
-        """Return this step's numbers, float32 [X]."""
+        """Return all numbers recorded in this step, float32 [X]."""
         return torch.cat([number_BX.flatten() for _, number_BX, _ in self._numbers]).float()
 
     def end_step(self, on_host: Sequence[float], ended: Sequence[bool], lengths: Sequence[int]) -> None:
-        """Clear this step's numbers, and raise ValueError for the first that is NaN or infinite.
+        """Clear the recorded numbers, and raise ValueError if any of them is NaN or infinite.
 
-        `on_host` are the values of `numbers()`, `ended` masks the rows to ignore, and `lengths` are the rows' previous
-        lengths.
+        `on_host` contains the values of `numbers()`, `ended` is True for rows to ignore, and `lengths` are the rows'
+        lengths before the step.
         """
         numbers, self._numbers, self._step = self._numbers, [], self._step + 1
         if math.isfinite(sum(on_host)):  # a sum is finite only if all terms are
@@ -61,7 +61,7 @@ class Watch:
 
 
 def check_finite(logits_XV: Tensor, model: Any) -> None:
-    """Raise ValueError with the names of damaged weights if logits are NaN, infinite or all masked."""
+    """Raise ValueError if logits are NaN, infinite or all masked. The message names damaged weights."""
     if bool(logits_XV.amax(-1).isfinite().all()):
         return
     weights = ((name, weight) for name, weight in model.named_parameters() if weight.device.type != "meta")
@@ -72,11 +72,10 @@ def check_finite(logits_XV: Tensor, model: Any) -> None:
 
 
 def tolerances_of(model: Any) -> tuple[float, float]:
-    """Return the tolerances of `check_close` for the format of a model's weights.
+    """Return the tolerances of `check_close` for the dtype of a model's weights.
 
-    Returns:
-        The tolerance between a chain and the model's own forward, which rounds at other points, and that between a tree
-        and chains of the same implementation.
+    The first is for a chain compared with the model's own forward, which rounds differently. The second is for a tree
+    compared with chains of the same implementation.
     """
     if model.dtype == torch.float32 and not is_int8(model):
         return 1e-4, 1e-4
@@ -86,7 +85,7 @@ def tolerances_of(model: Any) -> tuple[float, float]:
 def check_close(
     actual_XV: Tensor, expected_XV: Tensor, model: Any, what: str, tolerance: float, noise: Callable[[], float] = float
 ) -> None:
-    """Raise ValueError if logits are not finite, or their `relative_rms` exceeds both `tolerance` and `noise()`."""
+    """Raise ValueError if logits are not finite or their `relative_rms` exceeds both `tolerance` and `noise()`."""
     check_finite(torch.stack((expected_XV, actual_XV)), model)
     difference = relative_rms(actual_XV, expected_XV)
     if not difference <= tolerance and not difference <= (tolerance := max(tolerance, noise())):
@@ -94,9 +93,9 @@ def check_close(
 
 
 def relative_rms(actual_XV: Tensor, expected_XV: Tensor) -> float:
-    """Return the root mean square of a difference relative to that of the expected logits around their mean.
+    """Return the largest RMS difference of logits, relative to the standard deviation of the expected logits.
 
-    Infinite logits are ignored. Unlike the largest difference, this does not grow with the vocabulary.
+    Infinite logits are ignored. Unlike the maximum difference, the result does not grow with the vocabulary.
     """
     is_finite_XV = expected_XV.isfinite() & actual_XV.isfinite()
     count_X1 = is_finite_XV.sum(-1, keepdim=True).clamp(min=1)

@@ -1,11 +1,11 @@
-"""CUDA graphs of forwards of few tokens, which are captured once per shape and replayed with a single launch.
+"""CUDA graphs for forwards of few tokens. A graph is captured once per shape and replayed with a single launch.
 
-A graph repeats exactly what was captured: the same addresses, shapes and host values. Therefore,
+A graph repeats exactly what was captured: the same addresses, shapes and host values. Therefore:
 
-- tokens, positions and the mask are computed from buffers with fixed addresses (`_Shape`); - keys and values are
-written to slots given by a tensor (`IndexedCache`), in caches whose memory is reused; - attention reads a number of
-slots that grows in strides, and slots after a row's last token are masked. They hold zeros or finite values of rejected
-nodes. If attention itself finds the end of a row, one graph serves all lengths.
+- Tokens, positions and the mask are computed from buffers with fixed addresses (`_Shape`).
+- Keys and values are written to slots given by a tensor (`IndexedCache`), in caches whose memory is reused.
+- Attention reads a number of slots that grows in strides, and slots after a row's last token are masked. If the
+  attention kernel finds the end of a row itself, one graph serves all lengths.
 
 Shape letters: B batch, M new tokens, W columns of the bias, S cache slots, D hidden.
 """
@@ -31,17 +31,17 @@ Found = TypeVar("Found")
 _MOST_FREE_CACHES = 4
 _MANY = 1024
 _MOST_READ = 64
-"""Maximum number of tokens of a replayed chain, since each number of tokens needs its own graph."""
+"""Maximum number of tokens of a chain that is replayed. Each number of tokens needs its own graph."""
 STRIDE = 256
-"""Minimum increment of the number of slots that attention reads."""
+"""Minimum increment of the number of cache slots that attention reads."""
 _KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # cuDNN plans per shape
 
 
 class Capture(Protocol):
-    """Protocol that turns a function on tensors with fixed addresses into a replay."""
+    """Interface for capturing functions on tensors with fixed addresses and replaying them."""
 
     def warm_up(self, run: Callable[[], Found]) -> Found:
-        """Run the function in the way it will be captured, as the first call of a shape."""
+        """Run the function eagerly, as the first call before a capture."""
 
     def capture(self, run: Callable[[], Found]) -> Callable[[], Found]:
         """Capture the function without running it, and return a callable that replays it.
@@ -51,7 +51,7 @@ class Capture(Protocol):
 
 
 class CudaGraphs:
-    """CUDA graphs, captured on a separate stream. They share memory, so each replay overwrites other graphs' output."""
+    """CUDA graphs that are captured on a separate stream. They share memory, so a replay overwrites earlier outputs."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -62,7 +62,7 @@ class CudaGraphs:
             self._first = self._captured(lambda: None)
 
     def warm_up(self, run: Callable[[], Found]) -> Found:
-        """Run the function on the stream, since libraries initialise in their first call, not in a capture."""
+        """Run the function on the capture stream, since libraries must be initialised before a capture."""
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -92,14 +92,14 @@ class CudaGraphs:
 
 
 class _Replayed:
-    """Base class of functions that are run in the first call, captured in the second, and replayed from then on."""
+    """Base class for functions that run eagerly at first, are captured in the second call, and replayed afterwards."""
 
     def __init__(self) -> None:
         self._warm = False
         self._replay: Callable[[], Any] | None = None
 
     def __call__(self, capture: Capture) -> Any:
-        """Return the result, in memory that later calls overwrite."""
+        """Run or replay the function. Later calls overwrite the memory of the result."""
         if self._replay is None and self._warm:
             self._replay = capture.capture(self.run)
         self._warm = True
@@ -110,15 +110,14 @@ class _Replayed:
 
 
 class _Shape(_Replayed):
-    """Inputs of one shape of forward, and the forward as a function of them.
+    """Forward of a fixed shape with buffers for its inputs.
 
-    The visibility of a slot depends on its distance from the last new token's slot: columns 1..W-2 of the bias stand
-    for the last W - 2 slots up to it, column 0 for all earlier slots, which are committed, and column W - 1 for all
-    later ones.
+    The bias depends on the distance of a slot from the last new token's slot: columns 1..W-2 are the last W - 2 slots
+    up to it, column 0 stands for all earlier slots, which are committed, and column W - 1 for all later ones.
     """
 
     def __init__(self, model: LanguageModel, cache: KVCache, count: int, tree_width: int, end: int) -> None:
-        """Create the buffers. `tree_width` is W for a tree; pass 0 for a chain, where W is `count` + 2."""
+        """Create the buffers. `tree_width` is W for a tree, or 0 for a chain, where W is `count` + 2."""
         super().__init__()
         self._model, self._cache, self._end = model, cache, end
         width = tree_width or count + 2
@@ -127,7 +126,7 @@ class _Shape(_Replayed):
         self.first_B = torch.zeros(batch, dtype=torch.int64, device=device)
         self.offset_BM = torch.arange(count, device=device).repeat(batch, 1)
         self.above_BMD: Tensor | None = None
-        """Hidden states that an EAGLE drafter reads together with the tokens."""
+        """Hidden states that an EAGLE drafter combines with the tokens."""
         if model.required_aux_layers is not None:
             self.above_BMD = torch.zeros(batch, count, model.hidden_size, dtype=model.dtype, device=device)
         self.bias_BMW = torch.zeros(batch, count, width, dtype=model.dtype, device=device)
@@ -140,14 +139,14 @@ class _Shape(_Replayed):
         self._column_S = torch.arange(end, device=device) + width - 2
 
     def set_tree(self, tree: Tree, start: int, stop: int) -> None:
-        """Copy the depths and the visibility of nodes start..stop-1."""
+        """Copy the depths and attention bias of the tree nodes start..stop-1 to the buffers."""
         self.offset_BM.copy_(tree.depth_BN[:, start:stop] - start)
         root = self.bias_BMW.shape[2] - 1 - stop
         self.bias_BMW[:, :, :root] = 0
         self.bias_BMW[:, :, root:-1] = tree.bias(start, stop)
 
     def run(self) -> Tensor:
-        """Return the hidden states [B, M, D]."""
+        """Run the forward on the buffers, and return the hidden states [B, M, D]."""
         first_B1 = self.first_B[:, None]
         slots_BM = first_B1 + self._place_M
         column_BS = (self._column_S - slots_BM[:, -1:]).clamp(0, self.bias_BMW.shape[2] - 1)
@@ -161,7 +160,7 @@ class _Shape(_Replayed):
 
 
 class _Whole(_Replayed):
-    """Several forwards and the operations between them, as a function of `inputs` and of the rows' lengths."""
+    """Function that runs several forwards, such as a whole draft, and is captured as one graph."""
 
     def __init__(self, cache: KVCache, tree: Tree, inputs: tuple[Tensor, ...], end: int) -> None:
         super().__init__()
@@ -171,7 +170,7 @@ class _Whole(_Replayed):
         self.work: Callable[[], Any] | None = None
         """Function to run. It is reset after the run, since it may refer to a cache that will be reused."""
         self.kept: list[Any] = [tree]
-        """Objects that own memory that the graph reads."""
+        """Objects that own memory used by the graph."""
 
     def run(self) -> Any:
         assert self.work is not None
@@ -180,20 +179,20 @@ class _Whole(_Replayed):
 
 @dataclass(eq=False, slots=True)
 class _Slab:
-    """Memory of a cache, with the captured shapes in order of last use."""
+    """Reusable memory of a cache, with its captured graphs in order of last use."""
 
     cache: KVCache
     shapes: OrderedDict[Hashable, Any] = field(default_factory=OrderedDict)
 
 
 class GraphedModel(LanguageModel):
-    """Decoder on one CUDA device that replays forwards of few tokens. Weights may change in place, but not move.
+    """Wrapper that replays forwards of few tokens on one CUDA device as CUDA graphs.
 
-    The first call of a shape (batch, new tokens, width of the tree, number of slots) runs eagerly, and the second is
-    captured. The same holds for whole drafts. Prompts, more than `max_tokens` new tokens, and calls inside a
-    `TorchDispatchMode` use the model's own path. A model must not be used by several threads or streams at once. The
-    memory of a cache is passed to the next user with its graphs of up to `max_graphs` shapes. `stride` is a power of
-    two (see `round_up`).
+    The first forward of each shape (batch, new tokens, tree width, number of slots) runs eagerly, and the second is
+    captured. The same holds for whole drafts. Prompts, inputs of more than `max_tokens` new tokens, and calls inside a
+    `TorchDispatchMode` are not replayed. Weights may change in place but must not move, and several threads or streams
+    must not use a model at once. The memory of a cache is reused with its graphs, at most `max_graphs`. `stride` is a
+    power of two.
     """
 
     def __init__(
@@ -219,7 +218,7 @@ class GraphedModel(LanguageModel):
         self._slabs: weakref.WeakKeyDictionary[KVCache, _Slab] = weakref.WeakKeyDictionary()
 
     def new_cache(self, batch: int, capacity: int) -> KVCache:
-        """Return an empty cache (see `LanguageModel.new_cache`), in reused memory if possible."""
+        """Return an empty cache, which reuses the memory and graphs of an earlier cache if possible."""
         fitting = [slab for slab in self._free if len(slab.cache.lengths) == batch and slab.cache.capacity >= capacity]
         if fitting:
             slab = min(fitting, key=lambda slab: slab.cache.capacity)
@@ -234,7 +233,7 @@ class GraphedModel(LanguageModel):
         return cache
 
     def _slots(self, capacity: int) -> int:
-        """Return the slots of a new cache, with room for later texts if graphs serve all lengths."""
+        """Return the number of slots for a new cache, with room for longer sequences if graphs serve all lengths."""
         least = round_up(capacity, self._stride)
         if not self.supports_any_length:
             return least
@@ -244,7 +243,7 @@ class GraphedModel(LanguageModel):
     def extend(
         self, cache: KVCache, tokens_BM: Tensor, tree: Tree | None = None, start: int = 0, stop: int | None = None
     ) -> Tensor:
-        """Run `LanguageModel.extend`, replayed if possible."""
+        """Run `LanguageModel.extend`, as a CUDA graph if possible."""
         count, slab = tokens_BM.shape[1], self._slabs.get(cache)
         prompt = tree is None and not any(cache.lengths)
         above_BMD, self._above_BMD = self._above_BMD, None
@@ -285,7 +284,7 @@ class GraphedModel(LanguageModel):
     def run_captured(
         self, cache: KVCache, tree: Tree, key: Hashable, run: Callable[..., tuple[Tensor, ...]], *inputs: Tensor
     ) -> tuple[Tensor, ...]:
-        """Run `LanguageModel.run_captured` as one graph."""
+        """Run `CapturedForwards.run_captured` as one CUDA graph."""
         slab = self._slabs.get(cache)
         if slab is None or tree.nodes > self._max_tokens or is_in_torch_dispatch_mode():
             return run(*inputs)
@@ -303,7 +302,7 @@ class GraphedModel(LanguageModel):
                 self._inside = whole.work = None
 
     def _end(self, cache: KVCache, nodes: int) -> int:
-        """Return the number of slots that attention reads."""
+        """Return the number of cache slots that attention reads."""
         return cache.capacity if self.supports_any_length else round_up(max(cache.lengths) + nodes, self._stride)
 
     def _shape(self, slab: _Slab, count: int, width: int, end: int) -> _Shape:
@@ -311,7 +310,7 @@ class GraphedModel(LanguageModel):
         return shape
 
     def _kept(self, slab: _Slab, key: Hashable, make: Callable[[], Any]) -> Any:
-        """Return the object of a slab with this key. Create it if needed, dropping the least recently used ones."""
+        """Return the object of a slab for `key`. If it is missing, create it and evict the least recently used ones."""
         if key in slab.shapes:
             slab.shapes.move_to_end(key)
         else:
@@ -330,7 +329,7 @@ class GraphedModel(LanguageModel):
         return True  # replays do not read values on the host
 
     def logits(self, hidden_XD: Tensor) -> Tensor:
-        """Return logits [..., V] without a graph, which would not speed up a single product."""
+        """Return logits [..., V] without a graph, which would not speed up a single matrix product."""
         return self.model.logits(hidden_XD)
 
     @property
@@ -342,7 +341,7 @@ class GraphedModel(LanguageModel):
 
 
 def _set_first(first_B: Tensor, cache: KVCache, start: int) -> None:
-    """Write the slot of each row's node `start`."""
+    """Write the cache slot of each row's tree node `start` to `first_B`."""
     if cache.uniform:
         first_B.fill_(cache.lengths[0] + start)
     else:

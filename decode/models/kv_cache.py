@@ -19,7 +19,7 @@ def to_device(numbers: Tensor, device: torch.device) -> Tensor:
 
 
 def to_host(*tensors: Tensor | None) -> list[Any]:
-    """Return integer, bool and float32 tensors as lists, copied from a device with one synchronisation."""
+    """Convert integer, bool and float32 tensors to lists with a single device synchronisation."""
     present = [tensor for tensor in tensors if tensor is not None]
     if present[0].device.type == "cpu":
         return [None if tensor is None else tensor.tolist() for tensor in tensors]
@@ -33,9 +33,9 @@ def to_host(*tensors: Tensor | None) -> list[Any]:
 
 
 class KVCache:
-    """Key-value cache. Slots 0..length-1 of a row hold its committed tokens, followed by the nodes of a proposal.
+    """Key-value cache. Slots 0..length-1 of a row contain its committed tokens, followed by draft tokens.
 
-    Rows may have different lengths. Slots of rejected nodes are overwritten, and accepted nodes are moved to the front.
+    Rows may have different lengths. Accepted draft tokens are moved to the front, and rejected ones are overwritten.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class KVCache:
         self.values = [value_BHSE for _, values_LBHSE in self._stacks for value_BHSE in values_LBHSE]
 
     def emptied(self) -> "KVCache":
-        """Return an empty cache in the same memory, which is zeroed."""
+        """Return an empty cache that reuses the memory of this one, after setting it to zero."""
         for keys_LBHSE, values_LBHSE in self._stacks:
             keys_LBHSE.zero_()
             values_LBHSE.zero_()
@@ -78,7 +78,7 @@ class KVCache:
         return again
 
     def rows(self, start: int, stop: int, lengths: list[int]) -> "KVCache":
-        """Return a cache of some rows in the same memory, with its own lengths."""
+        """Return a cache for the rows start..stop-1, which shares memory and has its own lengths."""
         part = copy.copy(self)
         part._stacks = [(keys[:, start:stop], values[:, start:stop]) for keys, values in self._stacks]
         part._list_layers()
@@ -86,7 +86,7 @@ class KVCache:
         return part
 
     def grown(self, capacity: int) -> "KVCache":
-        """Return a copy with more slots."""
+        """Return a copy with `capacity` slots."""
         more = copy.copy(self)
         missing = (0, 0, 0, capacity - self.capacity)
         more._stacks = [(F.pad(keys, missing), F.pad(values, missing)) for keys, values in self._stacks]
@@ -116,13 +116,13 @@ class KVCache:
 
     @property
     def lengths_B(self) -> Tensor:
-        """Return the lengths on the device, int64, copied there on first use."""
+        """Return the lengths as an int64 tensor on the device, which is created on first use."""
         if self._lengths_B is None:
             self._lengths_B = to_device(torch.tensor(self.lengths, dtype=torch.int64), self.device)
         return self._lengths_B
 
     def _slots(self, start: int, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return row indices [B, 1] and the slots from `length + start` on [B, count], shared by all layers."""
+        """Return row indices [B, 1] and slot indices [B, count] from `length + start` on, shared by all layers."""
         key = (start, count, device)
         if key not in self._slots_by_key:
             rows_B1 = torch.arange(len(self.lengths), device=device)[:, None]
@@ -131,7 +131,7 @@ class KVCache:
         return self._slots_by_key[key]
 
     def write(self, layer: int, key_BHME: Tensor, value_BHME: Tensor, start: int) -> None:
-        """Store M new tokens of every row in the slots from `length + start` on."""
+        """Write the keys and values of M new tokens per row to the slots from `length + start` on."""
         count = key_BHME.shape[2]
         if self.uniform:
             first = self.lengths[0] + start
@@ -143,20 +143,20 @@ class KVCache:
             self.values[layer][rows_B1, :, slots_BM] = value_BHME.transpose(1, 2)
 
     def view(self, layer: int, end: int) -> tuple[Tensor, Tensor]:
-        """Return keys and values of the first `end` slots, [B, H, end, E], without a copy."""
+        """Return views of the keys and values in the first `end` slots, [B, H, end, E]."""
         return self.keys[layer][:, :, :end], self.values[layer][:, :, :end]
 
     def check_capacity(self, nodes: int) -> None:
-        """Raise ValueError if `nodes` more tokens do not fit after the longest row."""
+        """Raise ValueError if `nodes` more tokens do not fit into the longest row."""
         if max(self.lengths) + nodes > self.capacity:
             raise ValueError(
                 f"the key/value cache has {self.capacity} slots, but {max(self.lengths) + nodes} are needed"
             )
 
     def move_to_front(self, path_BK: Tensor) -> None:
-        """Move node `path[b, i]`, which is at least i + 1, to the slot of node i + 1, for all rows and layers.
+        """Move the keys and values of node `path_BK[b, i]`, which is at least i + 1, to the slot of node i + 1.
 
-        Columns that are not accepted contain their own number.
+        After the end of the accepted path, `path_BK[b, i]` is i + 1, which leaves the slot unchanged.
         """
         depth = path_BK.shape[1]
         for keys_LBHSE, values_LBHSE in self._stacks:
@@ -174,10 +174,10 @@ class KVCache:
 
 
 class IndexedCache(KVCache):
-    """Cache that writes new tokens to slots given by a tensor, so that forwards do not depend on host values."""
+    """Cache whose write positions are a tensor, so that a captured forward does not depend on host values."""
 
     def __init__(self, cache: KVCache, slots_BM: Tensor, rows_B1: Tensor) -> None:
-        """Share the memory of `cache`, and write to `slots_BM` of each row."""
+        """Share the memory of `cache`. New tokens are written to the slots `slots_BM` of each row."""
         self.__dict__.update(vars(cache))
         self._rows_B1, self.slots_BM = rows_B1, slots_BM
 

@@ -1,7 +1,7 @@
-"""Optimised forward for common decoder families, equal to that of transformers but with less overhead.
+"""Optimised forward for common decoder families, equivalent to that of transformers but with less overhead.
 
-Projections with a common input are one product, rotary embeddings are one complex multiplication, norms take three
-small operations, and on a CPU products of few rows are computed in C (`Product`).
+Projections with the same input are fused, rotary embeddings are one complex multiplication, norms take three small
+operations, and on a CPU matrix products with few rows are computed in C (`Product`).
 
 Shape letters: B batch, M new tokens, X = B · M, S cache slots, D hidden, F width of the MLP, H heads, E head width, I
 and O inputs and outputs of a product, R draft vocabulary, V vocabulary.
@@ -43,7 +43,7 @@ class _Layer:
     norm_in_D: Tensor | None
     qkv: Product
     norm_heads_O: Tensor | None
-    """Weights of the norms of queries and keys, and 1 for values."""
+    """Weights of the query and key norms, followed by ones for the values."""
     out: Product
     norm_attended_D: Tensor | None
     norm_mlp_D: Tensor | None
@@ -53,7 +53,7 @@ class _Layer:
 
 
 class LeanDecoder(LanguageModel):
-    """Decoder of one of `FAMILIES`, with learned or rotary position embeddings."""
+    """Optimised decoder for the model families in `FAMILIES`, with learned or rotary position embeddings."""
 
     _embedding_scale = 1.0
     _positions_SD: Tensor | None = None
@@ -61,7 +61,7 @@ class LeanDecoder(LanguageModel):
 
     @staticmethod
     def covers(model: PreTrainedModel) -> bool:
-        """Return whether this forward supports the model."""
+        """Return whether the optimised forward supports a model."""
         config = model.config
         if (family := FAMILIES.get(config.model_type)) is None or _activation(config) is None:
             return False
@@ -106,7 +106,7 @@ class LeanDecoder(LanguageModel):
         self._hold(model.config, embedding_VD, head, decoder, getattr(decoder, family.layers), is_int8(model))
 
     def _hold(self, config: Any, embedding: Any, head: Any, decoder: Any, layers: Iterable[Any], int8: bool) -> None:
-        """Store the weights in the layout of this forward, with the decoder's norm and `rotary_emb`."""
+        """Prepare a decoder's weights, norms and rotary embeddings for the optimised forward."""
         self.config, self._family = config, FAMILIES[config.model_type]
         self.hidden_size = embedding.shape[1]
         self.max_positions = position_limit(config) or NO_LIMIT
@@ -162,7 +162,7 @@ class LeanDecoder(LanguageModel):
         return self._embedding_VD.dtype
 
     def _fuse(self, layer: Any) -> _Layer:
-        """Return the weights of a layer in the layout of this forward."""
+        """Prepare the weights of a layer for the optimised forward, fusing projections with the same input."""
         family = self._family
         attention, mlp = getattr(layer, family.attention), layer if family.mlp is None else getattr(layer, family.mlp)
         modules = [[getattr(attention, name) for name in family.qkv], [getattr(mlp, name) for name in family.up]]
@@ -205,7 +205,7 @@ class LeanDecoder(LanguageModel):
         return norm_D
 
     def _head_norms(self, attention: Any) -> Tensor | None:
-        """Return the weights of the norms of queries and keys, and ones for values."""
+        """Return the weights of the query and key norms, followed by ones for the values, or None without norms."""
         if getattr(attention, "q_norm", None) is None:
             return None
         query_O, key_O = norm_weight(attention.q_norm), norm_weight(attention.k_norm)
@@ -217,11 +217,11 @@ class LeanDecoder(LanguageModel):
         return torch.cat((*sides, torch.ones_like(sides[1]))).to(self.dtype)
 
     def _scaled(self, norm_D: Tensor) -> Tensor:
-        """Return a norm's weight multiplied by √D, which `_norm` omits."""
+        """Multiply the weight of a norm by √D, which `_norm` omits."""
         return norm_D.to(self.dtype) * self.hidden_size**0.5
 
     def _norm(self, x_XD: Tensor, weight_D: Tensor | None) -> Tensor:
-        """Apply a norm, if there is one. If folded, its weight, bias and √D are part of the next product instead."""
+        """Apply a norm without its bias, which is part of the next product. Without a weight, return the input."""
         if weight_D is None:
             return x_XD
         if self._centred and self._complex:
@@ -237,15 +237,15 @@ class LeanDecoder(LanguageModel):
         return x_XD * weight_D
 
     def _final_norm(self, x_XD: Tensor) -> Tensor:
-        """Apply the final norm completely, since no folded product follows."""
+        """Apply the final norm including its bias."""
         x_XD = self._norm(x_XD, self._norm_D)
         return x_XD if self._norm_bias_D is None else x_XD + self._norm_bias_D
 
     def _mask(self, cache: KVCache, bias_BMn: Tensor | None, start: int, stop: int, end: int) -> Tensor | None:
-        """Return the mask of `LanguageModel._mask`, or None if the layers need none.
+        """Return the attention mask, or None if attention is causal without one.
 
-        These are chains that run through the layers in C, and causal attention of more than `FEW_ROWS` tokens to an
-        empty cache without an active window.
+        That is the case for chains that run in C, and for prompts of more than `FEW_ROWS` tokens without an attention
+        window or soft cap.
         """
         if bias_BMn is None and self._in_c(cache, stop - start):
             return None
@@ -255,7 +255,7 @@ class LeanDecoder(LanguageModel):
         return super()._mask(cache, bias_BMn, start, stop, end)
 
     def _in_c(self, cache: KVCache, count: int) -> bool:
-        """Return whether so many tokens per row run through the layers in C."""
+        """Return whether the C implementation of the layers supports `count` tokens per row."""
         return self._few is not None and type(cache) is KVCache and self._few.takes(len(cache.lengths), count)
 
     def _forward(
@@ -296,7 +296,7 @@ class LeanDecoder(LanguageModel):
     def _through_layers(
         self, hidden_XD: Tensor, attends: Sequence[Callable[[int, Tensor], Tensor]]
     ) -> tuple[Tensor, list[Tensor]]:
-        """Run all layers with their attention functions, and return the output and the inputs of `aux_layers`."""
+        """Run all layers with the given attention functions. Return the output and the inputs of `aux_layers`."""
         given = list[Tensor]()
         for index, (layer, attend) in enumerate(zip(self._layers, attends, strict=True)):
             if index in self.aux_layers:
@@ -317,7 +317,7 @@ class LeanDecoder(LanguageModel):
         return hidden_XD + F.rms_norm(product(x_XI), norm_D.shape, norm_D, self._eps)
 
     def _norm_heads(self, qkv_XO: Tensor, layer: _Layer) -> Tensor:
-        """Apply the norms of queries and keys."""
+        """Apply the query and key norms, if the layer has them."""
         if layer.norm_heads_O is None:
             return qkv_XO
         query, key = (heads * self.key_width for heads in (self.heads, self.kv_heads))
@@ -342,7 +342,7 @@ class LeanDecoder(LanguageModel):
     def _fused_attention(
         self, cache: KVCache, turns: Turns, mask_B1MS: Tensor | None, end: int
     ) -> Callable[[int, Tensor], Tensor]:
-        """Return the attention of `_attention` in GPU kernels."""
+        """Return the function of `_attention`, implemented with fused GPU kernels."""
         fused = self._now
         assert isinstance(cache, IndexedCache)
         assert fused is not None
@@ -366,7 +366,7 @@ class LeanDecoder(LanguageModel):
     def _attention(
         self, cache: KVCache, turns: Turns, mask_B1MS: Tensor | None, count: int, start: int, end: int
     ) -> Callable[[int, Tensor], Tensor]:
-        """Return a function from a layer's number and projections [X, O] to attention outputs [X, H · E]."""
+        """Return a function that maps a layer's index and projections [X, O] to attention outputs [X, H · E]."""
         if self._now is not None:
             return self._fused_attention(cache, turns, mask_B1MS, end)
         batch = len(cache.lengths)
@@ -397,14 +397,14 @@ class LeanDecoder(LanguageModel):
         return attended
 
     def _first(self, embedded_XD: Tensor) -> Tensor:
-        """Return the input of the first layer from the token embeddings."""
+        """Compute the input of the first layer from the token embeddings."""
         return embedded_XD
 
     def _read(self, product: Product, hidden_XD: Tensor, weight_D: Tensor | None) -> Tensor:
         return product(self._norm(hidden_XD, weight_D))
 
     def _read_apart(self, hidden_XD: Tensor) -> Tensor | None:
-        """Return the first layer's queries, keys and values if computed separately, as in EAGLE-3 heads, else None."""
+        """Return the first layer's queries, keys and values if computed separately (EAGLE-3), otherwise None."""
         return None
 
     def logits(self, hidden_XD: Tensor) -> Tensor:
@@ -428,7 +428,7 @@ def _each(function: Callable[[Tensor], Tensor], *tensors: Tensor | None) -> Iter
 
 
 def _decoder(model: Any) -> Any:
-    """Return the module that contains the layers."""
+    """Return the submodule of a model that contains its layers."""
     return getattr(model.base_model, "decoder", model.base_model)
 
 
@@ -437,21 +437,21 @@ def _width(config: Any) -> int:
 
 
 def _activation(config: Any) -> int | None:
-    """Return the activation of the MLPs, as numbered in few_rows.c, or None for others."""
+    """Return the number of a model's MLP activation in vectors.h, or None if it is not supported."""
     names = (getattr(config, name, None) for name in ("hidden_activation", "hidden_act", "activation_function"))
     name = next(filter(None, names), None)
     return (GATES if FAMILIES[config.model_type].gated else ACTIVATIONS).get(str(name))
 
 
 def _capped(x: Tensor, cap: float) -> Tensor:
-    """Apply the soft cap of Gemma 2, unless it is 0."""
+    """Apply soft capping as in Gemma 2: cap · tanh(x / cap). A cap of 0 disables it."""
     return cap * torch.tanh(x / cap) if cap else x
 
 
 def _capped_attention(
     query_BHME: Tensor, key_BKSE: Tensor, value_BKSE: Tensor, *, cap: float, attn_mask: Tensor | None = None
 ) -> Tensor:
-    """Compute attention with capped scores, which torch does not support."""
+    """Compute attention with soft-capped scores, which PyTorch's attention function does not support."""
     group = query_BHME.shape[1] // key_BKSE.shape[1]
     key_BHSE, value_BHSE = (each.repeat_interleave(group, 1) for each in (key_BKSE, value_BKSE))
     scores_BHMS = _capped(query_BHME @ key_BHSE.mT * query_BHME.shape[-1] ** -0.5, cap)

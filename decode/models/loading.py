@@ -1,6 +1,6 @@
-"""Loading of transformers models, and wrapping with the fastest forward that supports them, after a check.
+"""Load transformers models, wrap them with the fastest forward that supports them, and check its logits.
 
-Shape letters: B batch, T tokens, N tree nodes, R kept tokens, V vocabulary.
+Shape letters: B batch, T tokens, N tree nodes, R draft vocabulary, V vocabulary.
 """
 
 from collections.abc import Callable, Sequence
@@ -40,7 +40,7 @@ def wrap_model(
     aux_layers: Sequence[int] = (),
     share: bool = False,
 ) -> LanguageModel:
-    """Return a transformers model as a `LanguageModel`.
+    """Wrap a transformers model as a `LanguageModel`.
 
     Args:
         model: Causal LM, or an encoder-decoder of the T5 family, also in peft's wrapper. It is set to evaluation mode.
@@ -48,11 +48,11 @@ def wrap_model(
             again after further training.
         graphs: Replay forwards of few tokens as CUDA graphs on a CUDA device. Models without the optimised forward use
             graphs only if replays give the same result (needs `check`).
-        check: Compare small chains with the model's own forwards, and a small tree with chains.
-        states: Hidden states that the model returns and projects: "after-norm" or "before-norm".
-        aux_layers: Layers whose auxiliary hidden states are returned too (see `LanguageModel`).
-        share: Store weights once on a CPU: the model's own layers read those of the optimised forward from then on, and
-            cannot be trained.
+        check: Compare the logits of small chains with the model's own forward, and those of a small tree with chains.
+        states: Hidden states to return, from before or after the final norm: "after-norm" or "before-norm".
+        aux_layers: Layers whose inputs are also returned, as auxiliary hidden states.
+        share: Store weights only once on a CPU. The model's own layers then use the weights of the optimised forward
+            and cannot be trained.
 
     Raises:
         ValueError: Logits are NaN or infinite or differ from the model's own, or the model type, the states or the
@@ -90,7 +90,7 @@ def wrap_model(
 
 
 def _graphed(wrapped: LanguageModel, model: PreTrainedModel) -> LanguageModel:
-    """Return the model with CUDA graphs if these give the same result, else unchanged."""
+    """Wrap a model with CUDA graphs if they give the same logits, otherwise return it unchanged."""
     if wrapped.layer_devices is not None:
         return wrapped
     graphed = GraphedModel(wrapped)
@@ -103,18 +103,18 @@ def _graphed(wrapped: LanguageModel, model: PreTrainedModel) -> LanguageModel:
 
 
 _PROMPTS, _BRANCHES = ([105, 101, 107], [99, 104]), ([102, 103], [106])
-"""Ids of words: after special tokens, which have low ids, rounding in bfloat16 can be a fifth of the logits."""
+"""Token ids of ordinary words. Special tokens have low ids and can cause large rounding errors in bfloat16."""
 _FAILURES = (TypeError, ValueError, AttributeError, RuntimeError, LookupError)
 _NOISY, _NOISIEST = 4.0, 10.0
-"""Tolerated difference relative to that between two of the model's own forwards, and the limit of the latter in
-tolerances of trees. Models that are not causal exceed the limit."""
+"""Logits may differ by `_NOISY` times the difference between two of the model's own forwards. That difference counts up
+to `_NOISIEST` times the tolerance of trees. Models that are not causal exceed this limit."""
 
 
 @torch.inference_mode()
 def check_forward(wrapped: LanguageModel, model: PreTrainedModel) -> None:
-    """Raise ValueError if chains of two rows differ from the model's own forwards, or a tree from these chains.
+    """Raise ValueError if logits of chains differ from the model's own forward, or those of a tree from chains.
 
-    If only the tree differs, and the forward is transformers' own, set `wrapped.tree_fault` instead.
+    If only the tree differs and `wrapped` is a `TransformersModel`, set `wrapped.tree_fault` instead.
     """
     kind = f"models of type {model.config.model_type!r}"
     texts = [[*prompt, *branch] for branch in _BRANCHES for prompt in _PROMPTS]
@@ -144,7 +144,7 @@ def check_forward(wrapped: LanguageModel, model: PreTrainedModel) -> None:
 
 
 def _score(wrapped: LanguageModel, nodes: Sequence[int], parents: Sequence[int] | None = None) -> Tensor:
-    """Return the logits [B, N, V] of the root and `nodes` after each prompt; without `parents` they are a chain."""
+    """Return the logits [B, N, V] of a tree of `nodes` after each prompt. Without `parents`, nodes form a chain."""
     lengths, device = [len(prompt) - 1 for prompt in _PROMPTS], wrapped.device
     prompts_BT = torch.tensor([[*prompt, 0][: max(lengths) + 1] for prompt in _PROMPTS], device=device)
     roots_B1 = prompts_BT.gather(1, torch.tensor(lengths, device=device)[:, None])
@@ -157,7 +157,7 @@ def _score(wrapped: LanguageModel, nodes: Sequence[int], parents: Sequence[int] 
 
 
 def _noise(model: PreTrainedModel, ids_1T: Tensor) -> float:
-    """Return the difference between a model's forwards of a text at once, and token by token with its own cache."""
+    """Return the difference between a model's logits for a whole text and token by token with its own cache."""
     past, steps = None, []
     try:
         for token_11 in ids_1T.split(1, 1):
@@ -179,7 +179,7 @@ def load_model(
     progress: Callable[[int, int], None] | None = None,
     **settings: Any,
 ) -> PreTrainedModel:
-    """Load a causal LM or an encoder-decoder in evaluation mode, never with remote code.
+    """Load a causal LM or an encoder-decoder in evaluation mode. Remote code is never executed.
 
     Args:
         source: Folder or hub id (`user/name`, `user/name@revision`). A LoRA adapter is merged with its base model.
@@ -215,7 +215,7 @@ def load_model(
 
 
 def storage_dtype(dtype: str, device: str) -> str:
-    """Return the dtype in which weights are stored: for "int8" float32 on a CPU and bfloat16 elsewhere."""
+    """Return the dtype in which weights are stored. For "int8", it is float32 on a CPU and bfloat16 elsewhere."""
     return dtype if dtype != "int8" else "float32" if device == "cpu" else "bfloat16"
 
 

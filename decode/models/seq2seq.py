@@ -1,7 +1,7 @@
-"""Encoder-decoders of the T5 family that score token trees. The source is encoded once.
+"""Encoder-decoders of the T5 family with support for tree attention.
 
-transformers computes relative positions from one number for all rows. Rows of different lengths and branches of a tree
-need separate ones, so the decoder is run module by module with a position bias that is looked up by distance.
+transformers uses the same relative positions for all rows. Rows of different lengths and branches of a tree need
+different ones, so the decoder is run module by module, and the position bias is looked up from the distance.
 
 Shape letters: B batch, M new tokens, N tree nodes, S cache slots, T source tokens, R distances, V vocabulary, D hidden,
 H heads, E head width, X heads x head width.
@@ -26,17 +26,17 @@ SCALED_IF = {"t5": "scale_decoder_outputs", "mt5": None, "umt5": "tie_word_embed
 
 
 class SourceCache(KVCache):
-    """Cache of the decoder, with the keys and values of each row's source, which are computed once."""
+    """Decoder cache that also contains the cross-attention keys and values of the encoded prompts."""
 
     source: list[tuple[Tensor, Tensor]]
-    """Keys and values of each layer, [B, H, T, E]."""
+    """Cross-attention keys and values of each layer, [B, H, T, E]."""
     source_mask_B11T: Tensor | None = None
-    """Additive mask, minus infinity at padding. None if all sources have the same length."""
+    """Additive cross-attention mask with minus infinity at padding. None if there is no padding."""
     tree: Tree | None = None
     """Tree of the current forward. None for a chain."""
 
     def positions(self, end: int) -> Tensor:
-        """Return the position of the token in each slot, [B or 1, end], which differs for nodes of trees only."""
+        """Return the position of the token in each slot, [B or 1, end]. It differs from the slot only in trees."""
         slots_1S = torch.arange(end, device=self.device)[None]
         if self.tree is None:
             return slots_1S
@@ -49,13 +49,13 @@ class SourceCache(KVCache):
 class Seq2SeqModel(LanguageModel):
     """Unmodified T5 (1.0, 1.1, FLAN), mT5 or UMT5 with a language-modelling head.
 
-    Prompts are the exact encoder input, including an end token if the tokenizer adds one. Committed ids are those of
-    the decoder, starting with its start token. The position bias is copied, so wrap the model again after further
+    Prompts are the exact encoder input, including an end token if the tokenizer adds one. Committed ids are
+    decoder ids, beginning with the start token. The position bias is copied, so wrap the model again after further
     training.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        """Raise ValueError for other model types, several devices, or an unknown start token."""
+        """Wrap a model. Raises ValueError for other model types, several devices or an unknown start token."""
         config: Any = model.config
         check_family(config)
         devices = sorted({str(parameter.device) for parameter in model.parameters()})
@@ -83,18 +83,18 @@ class Seq2SeqModel(LanguageModel):
 
     @torch.no_grad()
     def _bias_table(self, attention: Any) -> Tensor | None:
-        """Return the bias by distance [H, R], or None for layers that use the bias of the previous layer."""
+        """Return the position bias of each distance [H, R], or None for layers that reuse an earlier layer's bias."""
         if not attention.has_relative_attention_bias:
             return None
         bias_1H1R = attention.compute_bias(1, self._farthest + 1, past_seen_tokens=self._farthest)
         return bias_1H1R[0, :, 0].flip(-1).to(self.dtype).contiguous()
 
     def new_cache(self, batch: int, capacity: int) -> NoReturn:
-        """Raise ValueError, since a cache needs a source."""
+        """Raise ValueError, since a cache needs an encoded prompt (see `begin`)."""
         raise ValueError("attention: batch supports only decoders: use attention: tree")
 
     def begin(self, prompts: Sequence[Sequence[int]], extra_slots: int) -> tuple[list[list[int]], SourceCache]:
-        """Run the encoder over the prompts. Return each row's start token, and a cache that contains the source."""
+        """Encode the prompts. Return the start token of each row, and a cache with the encoded prompts."""
         batch, lengths = len(prompts), [len(prompt) for prompt in prompts]
         source_BT = torch.zeros(batch, max(lengths), dtype=torch.int64)
         for row, prompt in enumerate(prompts):
@@ -117,7 +117,7 @@ class Seq2SeqModel(LanguageModel):
     def extend(
         self, cache: KVCache, tokens_BM: Tensor, tree: Tree | None = None, start: int = 0, stop: int | None = None
     ) -> Tensor:
-        """Run `LanguageModel.extend` with the tree recorded in the cache, for the positions of earlier nodes."""
+        """Run `LanguageModel.extend`, and store the tree in the cache, which computes positions from it."""
         assert isinstance(cache, SourceCache)
         cache.tree = None if tree is None or tree.is_chain else tree
         return super().extend(cache, tokens_BM, tree, start, stop)
@@ -171,7 +171,7 @@ def _bounded(hidden_BMD: Tensor) -> Tensor:
 
 @torch.inference_mode()
 def check_source_forward(wrapped: Seq2SeqModel, model: PreTrainedModel) -> None:
-    """Raise ValueError if chains differ from the model's own forward, or trees from chains, beyond rounding."""
+    """Raise ValueError if logits of chains differ from the model's own forward, or those of trees from chains."""
     start, device, vocab = wrapped.start_id, wrapped.device, wrapped.vocab_size
     source_BT = torch.tensor([[5, 1, 7, 2, 9], [3, 6, 0, 0, 0]], device=device) % vocab
     nodes_BN = torch.tensor([[6, 2, 8, 3], [start, 2, 8, 3]], device=device) % vocab  # root, left, right, left's child

@@ -1,8 +1,7 @@
-"""Triton kernels for the small operations of a layer, for forwards of few tokens on a GPU.
+"""Triton kernels for the operations of a decoder layer around its matrix products, for few tokens on a GPU.
 
-Only the four products of a layer remain. Attention splits the slots of a row among the device's processors, as in flash
-decoding, supports any mask, and reads no slot after a row's last new token, so one graph serves all lengths. Sums are
-float32.
+Attention splits the cache slots among the GPU's multiprocessors, as in flash decoding, and supports any mask. It reads
+no slot after a row's last new token, so one CUDA graph serves all lengths. Accumulation is in float32.
 
 Shape letters: B batch, M new tokens, X = B · M, H query heads, K key heads, G = H / K, R = G · M rows of a key head, E
 head width, S cache slots, P parts of the slots, F width of the MLP.
@@ -25,7 +24,7 @@ except ImportError:  # not part of torch for CPUs
     triton = None
 
 _BLOCK = 64
-"""Number of slots per block."""
+"""Number of cache slots per block."""
 _MOST_PARTS = 64
 
 
@@ -43,9 +42,9 @@ def rotate_and_keep(
     norms_O: Tensor | None = None,
     eps: float = 0.0,
 ) -> Tensor:
-    """Return rotated queries [X, H, E], and write rotated keys and values to their slots of the cache.
+    """Apply rotary embeddings, return the queries [X, H, E], and write keys and values to the cache.
 
-    `norms_O` are the weights of an RMSNorm of each query and key head, which is applied first.
+    `norms_O` are the weights of an optional RMSNorm that is applied to each query and key head first.
     """
     (_, kv_heads, _, width), count = keys_BKSE.shape, slots_BM.shape[1]
     rows, all_heads = len(qkv_XO), qkv_XO.shape[1] // width
@@ -98,7 +97,7 @@ def _rotate_kernel(
 
 
 def attend(query_XHE: Tensor, keys_BKSE: Tensor, values_BKSE: Tensor, mask_BMS: Tensor, slots_BM: Tensor) -> Tensor:
-    """Return softmax(q kᵀ / √E + mask) v, [X, H · E], over the slots up to the last of each row's `slots_BM`."""
+    """Compute attention with a mask, [X, H · E]. Each row attends to the slots up to the last of its `slots_BM`."""
     (batch, kv_heads, slots, width), count = keys_BKSE.shape, mask_BMS.shape[1]
     tokens, heads = query_XHE.shape[:2]
     assert keys_BKSE.stride() == values_BKSE.stride()
@@ -201,7 +200,7 @@ def _norm_kernel(x, weight, normed, width, eps, WIDE: tl.constexpr):
 
 
 def gated(gate_up_XF: Tensor) -> Tensor:
-    """Return silu(gate) · up for the halves of [X, 2F]."""
+    """Return silu(gate) · up, where gate and up are the two halves of the input [X, 2F]."""
     rows, width = len(gate_up_XF), gate_up_XF.shape[1] // 2
     product_XF = gate_up_XF.new_empty(rows, width)
     _gated_kernel[(rows, triton.cdiv(width, 1024))](gate_up_XF, product_XF, width, BLOCK=1024, num_warps=4)

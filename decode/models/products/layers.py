@@ -1,4 +1,4 @@
-"""Decoder layers on a CPU, run by one call of C for all layers. Many new tokens are processed in parts.
+"""Decoder layers on a CPU that run in one call of a C function. Long inputs are split into several calls.
 
 Shape letters: L layers, B batch, M new tokens, X = B · M, D hidden, O queries, keys and values, S cache slots, E head
 width.
@@ -15,19 +15,19 @@ from .native import compiled, in_use
 from .product import AT_ONCE, FewRows, Product
 
 Side = tuple[Tensor, Tensor | None]
-"""Rotation of a layer's queries and keys, complex [1 or B, M, 1, E / 2], and its mask [1 or B, 1, M, S]."""
+"""Rotary factors of a layer, complex [1 or B, M, 1, E / 2], and its mask [1 or B, 1, M, S] or None."""
 
 _WIDTH = 16
 
 
 class Kind(NamedTuple):
-    """Architecture of a family's layers."""
+    """Architecture of decoder layers."""
 
     heads: int
     kv_heads: int
     width: int
     activation: int
-    """Activation of the MLP, of `GATES` or `ACTIVATIONS`."""
+    """Number of the MLP's activation in `GATES` or `ACTIVATIONS`."""
     eps: float
     """Epsilon of the norms."""
     centred: bool
@@ -35,13 +35,13 @@ class Kind(NamedTuple):
     parallel: bool
     """True if attention and MLP have the same input."""
     cap: float
-    """Soft cap of attention scores. 0 for none."""
+    """Soft cap of attention scores, or 0 to disable it."""
     norms_apart: bool
-    """True if each head of queries and keys has its own norm."""
+    """True if the query and key norms are applied to each head separately."""
 
 
 class DecoderLayers:
-    """Decoder layers that compute in float32 with a copy of the weights in float32, bfloat16 or int8."""
+    """Decoder layers that compute in float32 with weights stored as float32, bfloat16 or int8."""
 
     @staticmethod
     def fit(layers: Sequence[Any], width: int) -> bool:
@@ -51,14 +51,14 @@ class DecoderLayers:
         return right and len({each is None for layer in layers for each in (layer.norm_in_D, layer.norm_mlp_D)}) == 1
 
     def __init__(self, layers: Sequence[Any], sides: Sequence[int], kind: Kind) -> None:
-        """Prepare layers that `fit`. `sides` gives the index of each layer's `Side` in calls."""
+        """Prepare layers that `fit` supports. `sides` contains the index of each layer's `Side` in calls."""
         self._sides, self._architecture = tuple(sides), kind
         hidden = layers[0].up.shape[1]  # the input of queries may be wider
         self._offset = -1.0 if layers[0].norm_in_D is None else (hidden * kind.eps) ** 0.5
         few = [[each.few_rows or FewRows(each.weight_OI, each.int8) for each in _products(layer)] for layer in layers]
         kept = [[None if each is None else each.float().contiguous() for each in _vectors(layer)] for layer in layers]
         self._held = few, kept
-        """Owners of the memory that the table refers to."""
+        """Objects that own the memory to which the table points."""
         self._table = torch.zeros(len(layers), 18, dtype=torch.int64)
         self._table[:, :4] = torch.tensor([[product.pointer for product in products] for products in few])
         self._table[:, 4:13] = torch.tensor([[_address(each) for each in of_layer] for of_layer in kept])
@@ -70,7 +70,7 @@ class DecoderLayers:
         self._call = compiled().layers
 
     def takes(self, rows: int, count: int) -> bool:
-        """Return whether the layers currently support `count` tokens in each of `rows` rows."""
+        """Return whether the layers currently support a batch of `rows` rows with `count` tokens each."""
         return in_use() and 0 < rows <= self._most_tokens and rows * count <= self._most_rows
 
     def __call__(
@@ -83,11 +83,10 @@ class DecoderLayers:
         end: int,
         aux_layers: Sequence[int] = (),
     ) -> tuple[Tensor, list[Tensor]]:
-        """Return the output of the last layer [X, D] and the inputs of `aux_layers`, which must be increasing.
+        """Run the layers. Return the output [X, D] and the inputs of `aux_layers`, which must be increasing.
 
-        Keys and values are written to the cache. The tokens are nodes from `start` on of each row's tree, and see the
-        slots that the mask of their side allows (all without a mask). The first layer's queries, keys and values may be
-        given.
+        Keys and values are written to the cache. The tokens are the nodes of each row's tree from `start` on.
+        `first_qkv_XO` can provide the queries, keys and values of the first layer.
         """
         batch, count = len(cache.lengths), sides[0][0].shape[1]
         if batch * count <= self._most_tokens:
@@ -162,7 +161,7 @@ def _address(tensor: Tensor | None) -> int:
 
 
 def _vectors(layer: Any) -> tuple[Tensor | None, ...]:
-    """Return the vectors that a layer adds or multiplies by, in the order of layers.c."""
+    """Return a layer's norm weights and biases in the order that layers.c expects."""
     biases = (product.added_O for product in _products(layer))
     return layer.norm_in_D, layer.norm_mlp_D, *biases, layer.norm_heads_O, layer.norm_attended_D, layer.norm_made_D
 

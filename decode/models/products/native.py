@@ -1,6 +1,6 @@
-"""C functions, compiled on the machine that they run on, and Triton kernels for its GPU.
+"""Compilation of the C functions on the machine that runs them, and selection of Triton kernels for its GPU.
 
-Without a C compiler or Triton, with DRAFTSMITH_NATIVE=0, or within `library_products`, torch's functions are used.
+Without a C compiler or Triton, with DRAFTSMITH_NATIVE=0 or in `library_products`, PyTorch's functions are used instead.
 """
 
 import ctypes
@@ -84,7 +84,7 @@ def fused_kernels() -> Any:
 
 
 def _key(compiler: str) -> str:
-    """Return a digest of all inputs of the compilation, since machines may share a home directory."""
+    """Return a hash of everything that affects the compiled library, since machines may share the cache directory."""
     processor = Path("/proc/cpuinfo")
     about = processor.read_text().split("\n\n")[0] if processor.is_file() else platform.processor()
     flags = sorted(line for line in about.splitlines() if line.startswith(("model name", "flags", "Features")))

@@ -1,8 +1,8 @@
-"""Skinny GEMM (matrix products of few rows) in C for CPUs, and int8 weights.
+"""Matrix products with few rows (skinny GEMM) in C for CPUs, and int8 weights.
 
-Library products cost more with each row, although reading the weights dominates.
+PyTorch's products become slower with each row, although reading the weights should dominate the time.
 
-Shape letters: X rows, I and O inputs and outputs.
+Shape letters: X rows, I inputs, O outputs.
 """
 
 import copy
@@ -28,7 +28,7 @@ _AT_ONCE = 1 << 18  # numbers that are rounded at a time, which fit into the cac
 
 
 def round_to_int8(model: nn.Module) -> None:
-    """Round a model's matrices in place to int8 values with a scale per row, and mark the model."""
+    """Quantise a model's matrices to int8 with one scale per row, in place, and set `model.is_int8`."""
     for parameter in model.parameters():
         if parameter.dim() > 1:
             parameter.data = rounded(parameter.detach())
@@ -36,7 +36,7 @@ def round_to_int8(model: nn.Module) -> None:
 
 
 def rounded(weight_OI: Tensor) -> Tensor:
-    """Return a matrix rounded to int8, in its own dtype."""
+    """Quantise a matrix to int8, and return the dequantised values in the matrix's dtype."""
     parts = weight_OI.split(max(1, _AT_ONCE // max(1, weight_OI[:1].numel())))
     made_OI, row = torch.empty_like(weight_OI), 0
     for integers_OI, scale_O in map(integers_of, parts):
@@ -51,19 +51,19 @@ def is_int8(model: nn.Module) -> bool:
 
 
 def integers_of(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the nearest integers from -127 to 127, int8, and the scale of each row, float32 [O].
+    """Quantise a matrix to int8 from -127 to 127. Return the integers and the scale of each row, float32 [O].
 
-    Applied to rounded float32 weights, this returns the same integers again.
+    Quantising float32 weights that were dequantised returns the same integers again.
     """
     scale_O = (weight_OI.float().abs().amax(-1) / _MAX_INT8).clamp(min=torch.finfo(torch.float32).tiny)
     return (weight_OI.float() / scale_O[..., None]).round().clamp(-_MAX_INT8, _MAX_INT8).to(torch.int8), scale_O
 
 
 class FewRows:
-    """Product x Wᵀ of float32 rows. W [O, I] is copied as float32, bfloat16 or int8 (see `fits`).
+    """Matrix product x Wᵀ for few float32 rows x. W [O, I] is stored as float32, bfloat16 or int8.
 
-    `kind` is the memory layout and arithmetic. `PAIRS` rounds x to bfloat16, on processors with products of bfloat16
-    pairs. `FOURS` rounds x to 16-bit integers with a scale per row, on processors that add four int8 products.
+    `kind` is the memory layout and arithmetic. `PAIRS` rounds x to bfloat16, for processors with bfloat16 dot products.
+    `FOURS` rounds x to 16-bit integers with a scale per row, for processors with int8 dot products.
     """
 
     device = torch.device("cpu")
@@ -88,7 +88,7 @@ class FewRows:
         self.most_rows = _MOST_PAIRS if size == 2 and torch.cpu._is_amx_tile_supported() else sys.maxsize
 
     def rows(self, places_X: Tensor | None = None) -> Tensor:
-        """Return rows of W (default: all), [X, I]; int8 in float32."""
+        """Return rows of W (default: all), [X, I]. Int8 weights are dequantised to float32."""
         places_X = torch.arange(self._outputs) if places_X is None else places_X.contiguous()
         rows_XI = torch.empty(len(places_X), self._inputs, dtype=self.dtype)
         to = rows_XI.data_ptr(), self._inputs, self.kind, torch.get_num_threads()
@@ -96,14 +96,14 @@ class FewRows:
         return rows_XI
 
     def part(self, start: int, stop: int) -> "FewRows":
-        """Return the product of some outputs, which shares memory. `start` and `stop` are multiples of 16."""
+        """Return the product for the outputs start..stop-1, which shares memory. The limits are multiples of 16."""
         part = copy.copy(self)
         part._weight, part._outputs, part._missing = self._weight[start // _WIDTH : stop // _WIDTH], stop - start, 0
         part.shape = torch.Size((stop - start, self._inputs))
         return part
 
     def by_library(self, x_XI: Tensor, bias_O: Tensor | None = None, places_O: Tensor | None = None) -> Tensor:
-        """Return the product with rows of W (default: all) by the library, in the dtype of W."""
+        """Compute the product for some outputs (default: all) with PyTorch, in the dtype of W."""
         places_O = torch.arange(self._outputs) if places_O is None else places_O
         parts = places_O.split(max(1, _UNPACKED_AT_ONCE // self._inputs))
         biases = [None] * len(parts) if bias_O is None else bias_O.to(self.dtype).split(len(parts[0]))
@@ -114,7 +114,7 @@ class FewRows:
     pointer = property(lambda self: self._weight.data_ptr(), doc="Address of the weights.")
 
     def takes(self, rows: int) -> bool:
-        """Return whether the product currently supports so many rows."""
+        """Return whether the C function can currently be used for this number of rows."""
         return in_use() and 0 < rows <= self.most_rows
 
     def __call__(self, x_XI: Tensor, add: Tensor | None = None) -> Tensor:
@@ -148,16 +148,16 @@ def fits(weight_OI: Tensor) -> bool:
 
 
 def pack(weight_OI: Tensor, int8: bool = False) -> FewRows | None:
-    """Return the weights as `FewRows` if they are large and supported, else None."""
+    """Convert weights to `FewRows` if they are large and supported, otherwise return None."""
     weight_OI = weight_OI.float() if int8 and weight_OI.dtype == torch.float16 else weight_OI
     return FewRows(weight_OI, int8) if weight_OI.numel() >= SMALLEST_PACKED and fits(weight_OI) else None
 
 
 class Product:
-    """Product x Wᵀ + b of a matrix or `FewRows`, which large weights on a CPU are converted to."""
+    """Linear layer x Wᵀ + b. Large weights on a CPU are converted to `FewRows`."""
 
     def __init__(self, weight_OI: Any, bias_O: Tensor | None = None, int8: bool = False) -> None:
-        """Prepare the product. `keep` stores float32 weights twice, for faster products of many rows."""
+        """Prepare the product. `weight_OI` is a matrix or `FewRows`, and `int8` selects int8 weights on a CPU."""
         self.shape, self.dtype, self.int8 = weight_OI.shape, weight_OI.dtype, int8
         self.bias_O = None if bias_O is None else bias_O.to(self.dtype)
         self.added_O = None if bias_O is None else bias_O.float().contiguous()
@@ -167,7 +167,7 @@ class Product:
 
     @property
     def weight_OI(self) -> Any:
-        """Weights, [O, I]."""
+        """Return the weights, [O, I]."""
         return self._unpacked_OI if self.few_rows is None else self.few_rows.rows()
 
     def __call__(self, x_XI: Tensor) -> Tensor:
@@ -181,7 +181,7 @@ class Product:
         return F.linear(x_XI.to(self.dtype), self.weight_OI, self.bias_O).to(x_XI.dtype)
 
     def add_to(self, sum_XO: Tensor, x_XI: Tensor) -> Tensor:
-        """Return sum + x Wᵀ + b, computed in place on a GPU without bias."""
+        """Return sum_XO + x Wᵀ + b. On a GPU and without a bias, `sum_XO` is modified in place."""
         if self.few_rows is not None and self.few_rows.takes(len(x_XI)):
             added_XO = sum_XO.float() if self.added_O is None else sum_XO.float() + self.added_O
             return self.few_rows(x_XI.float(), added_XO).to(sum_XO.dtype)

@@ -1,4 +1,4 @@
-"""Rotary position embeddings: which elements of a head are rotated, and by which angles.
+"""Rotary position embeddings (RoPE), with the elements of each head in an order that is fast to rotate.
 
 Shape letters: B batch, M new tokens, S positions, H heads, E head width, O queries, keys and values.
 """
@@ -11,18 +11,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 Turns = tuple[Tensor, Tensor | None]
-"""Rotation of some tokens, broadcastable to [B, M, H, E]: cosines and sines, or complex factors and None."""
+"""Rotary factors, broadcastable to [B, M, H, E]: cosines and sines, or complex numbers and None."""
 
 
 class Rotation:
-    """Rotation of queries and keys as by a model's `rotary_emb`, with reordered elements of each head.
+    """Rotary embedding of queries and keys with the angles of a model's `rotary_emb`.
 
-    transformers rotates element e of the first R with element e + R / 2. Here a pair is adjacent for complex products,
-    and half a head apart otherwise. The order does not affect the inner products of queries and keys.
+    transformers pairs element e with element e + R / 2, where R is the number of rotated elements of a head. Here the
+    elements of a pair are adjacent for complex products, and half a head apart otherwise. Their order does not affect
+    the inner products of queries and keys.
     """
 
     def __init__(self, config: Any, rotary: Any, width: int, as_complex: bool, dtype: torch.dtype) -> None:
-        """Prepare the order of elements. `rotary` is the model's module, or None without rotary embeddings."""
+        """Compute the order of elements. `rotary` is the model's module, or None without rotary embeddings."""
         self._rotary, self._width, self._complex, self._dtype = rotary, width, as_complex, dtype
         rope = getattr(config, "rope_parameters", None) or {}
         turned = int(width * rope.get("partial_rotary_factor", 1.0))
@@ -35,16 +36,17 @@ class Rotation:
         self.reorders = self.order != sorted(self.order)
         self._length = 0
         self.tables: dict[str | None, tuple[Tensor, Tensor]] = {}
-        """Cosines and sines of positions by rotation, [S, E], or complex factors [S, E / 2] and an empty tensor."""
+        """Tables of each kind of rotation: cosines and sines [S, E], or complex factors [S, E / 2] and an empty
+        tensor."""
         self.outgrown: list[Any] = []
 
     def reorder(self, weight: Tensor, heads: int) -> Tensor:
-        """Return projections [O, …] with the elements of the first `heads`, which are rotated, in our order."""
+        """Reorder the elements of the first `heads` heads of projections [O, …]. Only these heads are rotated."""
         turned = weight[: heads * self._width].unflatten(0, (-1, self._width))
         return torch.cat((turned[:, self.order].flatten(0, 1), weight[heads * self._width :]))
 
     def at(self, positions_BM: Tensor, needed: int, kinds: Collection[str | None]) -> dict[str | None, Turns]:
-        """Return the rotations of tokens at their positions, by kind (see `rotations`).
+        """Return the rotary factors of positions, as a mapping from each kind of rotation (see `rotations`).
 
         The tables are enlarged if they have fewer than `needed` positions.
         """
@@ -61,7 +63,7 @@ class Rotation:
         return {kind: turns(*self.tables[kind]) for kind in kinds}
 
     def _table(self, kind: str | None, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return the table of the first positions."""
+        """Compute the table of rotary factors for one kind of rotation."""
         half, turned = self._width // 2, 0 if kind is None else self._half
         tables = [torch.ones(self._length, half, device=device), torch.zeros(self._length, half, device=device)]
         if kind is not None:  # other elements are not rotated
@@ -84,7 +86,7 @@ class Rotation:
 
 
 def rotations(config: Any) -> list[str | None]:
-    """Return the kind of rotation of each layer: that of its layer type, "" if there is only one, or None."""
+    """Return each layer's kind of rotation: its layer type, "" if there is only one kind, or None for no rotation."""
     rope = getattr(config, "rope_parameters", None) or {}
     turned = getattr(config, "no_rope_layers", None) or [bool(rope)] * config.num_hidden_layers  # 1 where there is one
     kinds = config.layer_types if any(isinstance(each, dict) for each in rope.values()) else [""] * len(turned)

@@ -1,6 +1,6 @@
-"""Layers of transformers that read the weights of optimised products, which are stored once.
+"""Layers of transformers that share the weights of the optimised forward, so that they are stored only once.
 
-Shape letters: X rows, I and O inputs and outputs.
+Shape letters: X rows, I inputs, O outputs.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ from .product import FewRows, pack
 class _Shared(nn.Module):
     few: FewRows
     places_O: Tensor | None
-    """Rows of `few` that are the weights. None for all."""
+    """Rows of `few` that are the weights of this layer. None for all rows."""
     weight = property(lambda self: self.few.rows(self.places_O), doc="Copy of the weights, [O, I]; int8 in float32.")
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
@@ -24,7 +24,7 @@ class _Shared(nn.Module):
 
 
 class SharedLinear(_Shared, nn.Linear):
-    """Linear layer that reads the weights of a product, and is computed by it if compiled functions are enabled."""
+    """Linear layer that shares the weights of a `FewRows`, which computes it if compiled functions are enabled."""
 
     def forward(self, input: Tensor) -> Tensor:
         x_XI = input.reshape(-1, self.in_features)
@@ -37,7 +37,7 @@ class SharedLinear(_Shared, nn.Linear):
 
 
 class SharedEmbedding(_Shared, nn.Embedding):
-    """Embedding layer that reads the weights of a product."""
+    """Embedding layer that shares the weights of a `FewRows`."""
 
     def forward(self, input: Tensor) -> Tensor:
         return self.few.rows(input.flatten()).view(*input.shape, -1)
@@ -48,9 +48,9 @@ _SHARED |= {kind: kind for kind in _SHARED.values()}
 
 
 def share(modules: Sequence[Any], few: FewRows, order_O: Tensor | None = None) -> None:
-    """Replace the weights of linear layers by those of a product, whose row r is row `order_O[r]` of theirs (or r).
+    """Make linear layers and embeddings share the weights of a `FewRows`. Other layers are not changed.
 
-    Other layers are left alone.
+    Row r of the `FewRows` is row `order_O[r]` of the concatenated layers, or row r without `order_O`.
     """
     if not all(type(module) in _SHARED for module in modules):
         return
@@ -66,7 +66,7 @@ def share(modules: Sequence[Any], few: FewRows, order_O: Tensor | None = None) -
 
 
 def pack_layers(modules: Sequence[Any], int8: bool, progress: Callable[[int, int], None] | None = None) -> None:
-    """Store the weights of linear layers and embeddings in the layout of products; a tied weight once."""
+    """Convert the weights of linear layers and embeddings to `FewRows`. Tied weights are converted once."""
     packed = dict[int, FewRows | None]()
     for number, module in enumerate(modules):
         if progress:
@@ -79,10 +79,10 @@ def pack_layers(modules: Sequence[Any], int8: bool, progress: Callable[[int, int
 
 
 def is_shared(module: Any) -> bool:
-    """Return whether a layer reads the weights of a product."""
+    """Return whether a layer shares the weights of a `FewRows`."""
     return isinstance(module, _Shared)
 
 
 def stored_weights(module: Any) -> Any:
-    """Return a layer's detached weights [O, I], as `FewRows` if they are shared in order."""
+    """Return a layer's detached weights [O, I], or its `FewRows` if the layer uses all rows in order."""
     return module.few if is_shared(module) and module.places_O is None else module.weight.detach()

@@ -1,4 +1,4 @@
-"""Weights of decoder layers by function, independent of the module names of a family.
+"""Module names of the supported model families, and functions that prepare their weights.
 
 Shape letters: D hidden, F width of the MLP, E head width, H heads, I and O inputs and outputs.
 """
@@ -14,24 +14,24 @@ from transformers.pytorch_utils import Conv1D
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Names of a decoder's modules, and of those of its layers, in a model family."""
+    """Attribute names of the modules in the decoders of a model family."""
 
     norms: tuple[str | None, ...] = ("input_layernorm", None, "post_attention_layernorm", None)
-    """Norms before attention, of its output, before the MLP, and of its output. None if absent."""
+    """Norms before attention, after attention, before the MLP, and after the MLP. None if absent."""
     attention: str = "self_attn"
     qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
     by_head: bool = False
-    """True if one module projects the query, key and value of each head next to each other."""
+    """True if one fused projection interleaves the queries, keys and values of each head."""
     out: str = "o_proj"
     mlp: str | None = "mlp"
-    """Module of the MLP. None if its modules belong to the layer itself."""
+    """Module of the MLP. None if its projections are attributes of the layer."""
     up: tuple[str, ...] = ("gate_proj", "up_proj")
     """Gate and up projection, or the projection before the activation."""
     gated: bool = True
     down: str = "down_proj"
     embedding: str = "embed_tokens"
     positions: str | None = None
-    """Learned position embeddings. None for rotary ones."""
+    """Learned position embeddings, or None for rotary embeddings."""
     layers: str = "layers"
     norm: str = "norm"
 
@@ -85,15 +85,15 @@ FAMILIES = {
         norm="final_layer_norm",
     ),
 }
-"""Families by model type. A new family with known layer operations needs one row."""
+"""Mapping from model types to their families."""
 GATES = {"silu": 1, "gelu_pytorch_tanh": 2}
-"""Activations of gated MLPs, as numbered in few_rows.c."""
+"""Numbers of the activations of gated MLPs in vectors.h."""
 ACTIVATIONS = {"relu": 3, "gelu_new": 4, "gelu_pytorch_tanh": 4, "gelu": 5}
-"""Activations of MLPs without a gate."""
+"""Numbers of the activations of MLPs without a gate in vectors.h."""
 
 
 def join_weights(modules: Sequence[Any], norm: Any = None) -> tuple[Tensor, Tensor | None]:
-    """Return the modules' weights as one detached matrix [O, I], and biases including that of a preceding norm."""
+    """Concatenate the detached weights of modules to [O, I], and their biases, to which a norm's bias is added."""
     weights = [
         module.weight.detach().t() if isinstance(module, Conv1D) else module.weight.detach() for module in modules
     ]
@@ -105,11 +105,11 @@ def join_weights(modules: Sequence[Any], norm: Any = None) -> tuple[Tensor, Tens
 
 
 def split_heads(weight: Tensor, width: int) -> Tensor:
-    """Return projections [H · 3 · E, …] by head as [3 · H · E, …] of all queries, keys and values."""
+    """Reorder projections [H · 3 · E, …] to [3 · H · E, …]: all queries, then all keys, then all values."""
     return weight.unflatten(0, (-1, 3, width)).transpose(0, 1).flatten(0, 2)
 
 
 def norm_weight(norm: Any) -> Tensor:
-    """Return the factor of a norm, detached. Gemma stores the difference from 1."""
+    """Return the detached weight of a norm. Gemma's norms store its difference from 1."""
     weight: Tensor = norm.weight.detach()
     return 1 + weight.float() if type(norm).__name__.startswith("Gemma") else weight
