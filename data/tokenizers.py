@@ -92,7 +92,7 @@ def load_tokenizer(source: str) -> Any:
 
 
 def _lacks_files(folder: Path, tokenizer: Any = None) -> bool:
-    """Check if a directory has no vocabulary file for a tokenizer, or for any if `tokenizer` is None."""
+    """Check if a directory lacks the vocabulary files of `tokenizer` (if None, of all known tokenizers)."""
     known = TOKENIZER_FILES if tokenizer is None else tokenizer.vocab_files_names.values()
     names = {"tokenizer.json", "tekken.json", *known} - {"tokenizer_config.json"}
     return (tokenizer is None or bool(known)) and not any((folder / name).is_file() for name in names)

@@ -83,7 +83,7 @@ def role_of(written: Any, roles: Mapping[str, str] = ROLES) -> str | None:
 
 
 class _DroppedError(Exception):
-    """Raised to drop a conversation; the message is the reason."""
+    """Error that drops a conversation. Its message is the reason."""
 
 
 class Cleaner:

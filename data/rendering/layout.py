@@ -20,7 +20,7 @@ _PROBES = ("a", " a", "\na", "1", ".", "é", "中", "")  # messages that could m
 
 @dataclass(slots=True)
 class Parts:
-    """Conversation split into system text, questions and answers."""
+    """Conversation split into system prompt, questions and answers."""
 
     conversation: Conversation
     system: str | None
@@ -80,7 +80,7 @@ class Layout:
         return texts, after
 
     def parts(self, conversation: Conversation, *, ends_with: str) -> Parts:
-        """Split a conversation into system text, questions and answers, and check the order of its turns."""
+        """Split a conversation into system prompt, questions and answers, and check the order of its turns."""
         turns = conversation.turns
         if [turn.role for turn in turns] == ["assistant"] == [ends_with] and self.template.name == "plain":
             return Parts(conversation, None, [], [turns[0].text])
@@ -104,7 +104,7 @@ class Layout:
         return list(np.concatenate(pieces).tolist())
 
     def first_lead(self, parts: Parts) -> _Lead:
-        """Return the template text before the first question, including the tools and the system text."""
+        """Return the template text before the first question, including the tools and the system prompt."""
         return self._leads(parts.system, parts.conversation.tools)
 
     def _first_lead(self, system: str | None, tools: str) -> _Lead:
@@ -151,7 +151,7 @@ class Layout:
         return _Lead(_array(self.encoder.template(rest)), "", after)
 
     def lead(self, text: str, after: After = After.NOTHING, before: str = "") -> _Lead:
-        """Tokenize the template text before a message. It follows text of kind `after` (the special token `before`)."""
+        """Tokenize the template text before a message; `after` and `before` are the kind and token that precede it."""
         ends = [match.end() for match in self._special.finditer(text)]
         if not ends:
             return _Lead(NO_IDS, text, after)
@@ -168,7 +168,7 @@ class Layout:
         return lead
 
     def _next(self, closing: str) -> _Lead:
-        """Tokenize the template text before later questions, without the text `after` the previous answer."""
+        """Tokenize the template text before the second and later questions, excluding `template.after`."""
         after = self.template.after
         lead = self.lead(after + self.template.next, After.SPECIAL, closing)
         if np.array_equal(lead.ids[: len(self.after)], self.after) and (len(lead.ids) or not after):

@@ -85,7 +85,7 @@ TEMPLATES: dict[str, Template] = {
             middle=" ASSISTANT: ",
             end="{eos}",
         ),
-        # Meta's chat_completion: each exchange is between {bos} and {eos}, and the first one contains the system text
+        # Meta's chat_completion: each exchange is between {bos} and {eos}, and the first one contains the system prompt
         Template(
             name="llama-2-chat",
             start="{bos}[INST] ",
@@ -117,7 +117,7 @@ TEMPLATES: dict[str, Template] = {
         ),
         # no constant texts: for translation, summarization and plain text
         Template(name="plain", start="", system=("", "\n"), next="", middle="\n", end="{eos}"),
-        # T5: inputs and outputs end with {eos}; a system text is the task prefix
+        # T5: inputs and outputs end with {eos}; the system prompt is the task prefix
         Template(name="t5", start="", system=("", " "), next="", middle="{eos}", end="{eos}"),
     )
 }

@@ -117,7 +117,7 @@ def _spec_bench(corpus: Corpus, row: Row) -> Dialogue:
 
 _UNSTATED = "none stated"
 _ENTRIES = (
-    # to train on
+    # training corpora
     Corpus("sharegpt-v3", "anon8231489123/ShareGPT_Vicuna_unfiltered", ("id", "conversations"), "apache-2.0",
            file="ShareGPT_V3_unfiltered_cleaned_split.json",
            note="licence of the repository; the origin of the text is unclear"),
@@ -136,7 +136,7 @@ _ENTRIES = (
            note="licence unverified"),
     Corpus("chatbot-instruction-prompts", "alespalla/chatbot_instruction_prompts", ("prompt", "response"),
            "unverified", note="licence unverified; a mixture of Alpaca and other corpora"),
-    # to evaluate on
+    # evaluation sets
     Corpus("cnn-dailymail", "abisee/cnn_dailymail", ("article", "highlights"), "apache-2.0", use="evaluate",
            config="3.0.0", split="test", prompt="Summarize: {article}", adapter=_summary),
     Corpus("wmt14-de-en", "wmt/wmt14", ("translation",), _UNSTATED, use="evaluate", config="de-en", split="test",

@@ -252,7 +252,7 @@ def _read_part(
 
 
 def _has_few_ids(section: DataSection, part: SourceSection) -> bool:
-    """Check if a corpus must be split by hashes (held-out share or weight), but has too few distinct ids."""
+    """Check if a corpus is split by hashes (held-out share, weight) but has too few distinct ids for that."""
     is_divided = part.weight % 1 or (section.heldout_source is None and section.heldout_share)
     return bool(is_divided) and has_few_ids(_read_part(section, part, CorpusReport()))
 

@@ -51,7 +51,7 @@ class LoadedPair:
 
     tokenizer: Any
     model: PreTrainedModel
-    """Transformers model of the target."""
+    """Target as a transformers model."""
     target: LanguageModel
     parts: Parts
     device: str
@@ -182,7 +182,7 @@ def _translation(
 
 @cache
 def locate_part(source: str, kind: str) -> str:
-    """Return the directory of a drafter, heads or a table, or the hub id of a drafter. Artifacts are downloaded."""
+    """Return the directory of a drafter, heads or a table, or the hub id of a drafter. Hub artifacts are downloaded."""
     return model_source(source) if kind == "drafter" else str(resolve(source, kind))
 
 

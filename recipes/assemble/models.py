@@ -108,7 +108,7 @@ def load_trainable(source: str, *, decoder: bool = False, **options: Any) -> Pre
 
 
 def check_vocabulary(tokens: int, model: PreTrainedModel, name: str) -> None:
-    """Raise ValueError if a model has fewer than `tokens` embeddings, where `tokens` is the tokenizer size."""
+    """Raise ValueError if a tokenizer has more tokens than a model has embeddings."""
     rows = model.get_output_embeddings().weight.shape[0]
     if tokens > rows:
         raise ValueError(f"the tokenizer has {tokens} tokens, but {name} has embeddings for {rows}")

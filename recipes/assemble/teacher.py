@@ -46,7 +46,7 @@ class _Part(NamedTuple):
 
 
 def states_read(recipe: HeadsRecipe) -> str:
-    """Return the `PackedForward` name of the target's hidden states that are the input of the heads."""
+    """Return the name, as in `PackedForward`, of the hidden states of the target that are the input of the heads."""
     if recipe.architecture == "medusa":
         return recipe.states
     config = AutoConfig.from_pretrained(model_source(recipe.target, weights=False)).get_text_config()
@@ -89,7 +89,7 @@ def prepare_teacher(recipe: TrainingRecipe, accelerator: Any | None = None) -> P
 
 
 def _check(recipe: TrainingRecipe) -> DrafterRecipe | HeadsRecipe:
-    """Raise ValueError unless a recipe is of a drafter or heads and sets a target and a cache; return it."""
+    """Return the recipe if it trains a drafter or heads and sets a target and a cache, else raise ValueError."""
     if isinstance(recipe, TableRecipe):
         raise ValueError("--teacher requires a recipe of kind 'drafter' or 'heads', got 'table'")
     setting = "teacher.cache" if isinstance(recipe, DrafterRecipe) else "hidden.cache"

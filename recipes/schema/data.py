@@ -1,4 +1,4 @@
-"""Sections of a recipe that describe data."""
+"""Schema of the data sections of recipes."""
 
 from typing import Any, Literal
 
@@ -51,7 +51,7 @@ class SourceSection(PlaceSection):
     """Local file or folder (.json, .jsonl, .parquet; JSON also with .gz), name of a known corpus
     (`draftsmith prepare --list`), or hub id."""
     weight: float = Field(1.0, gt=0)
-    """Number of uses of each row per epoch; 0.25 uses a quarter of the rows."""
+    """Number of uses of each row per epoch. With 0.25, a quarter of the rows is used."""
 
 
 class DataSection(PlaceSection):
@@ -60,7 +60,7 @@ class DataSection(PlaceSection):
     source: str | None = None
     """Corpus, as in `mixture`; `path`, `config`, `split`, `revision`, `file` and `limit` apply to it."""
     mixture: list[SourceSection] = []
-    """Several corpora in place of `source`."""
+    """Corpora of a mixture, instead of `source`."""
     clean: dict[str, Any] = {}
     """Cleaning options, see `draftsmith.data.cleaning.cleaner.Cleaning`."""
     template: str = "vicuna-v1.1"
@@ -69,13 +69,13 @@ class DataSection(PlaceSection):
     """Variables of the tokenizer's own chat template, such as `{enable_thinking: false}`; `date` sets its current date
     (default: 2024-07-26)."""
     last_turn_only: bool = False
-    """Train on the last answer of a conversation only."""
+    """Whether to train only on the last answer of a conversation."""
     block_tokens: int = Field(2048, ge=8)
     """Length of a training block; longer conversations are split between exchanges."""
     packing: Literal["best-fit", "pad"] = "best-fit"
-    """Packing method: fill blocks with whole documents, or pad one document each to the longest of a batch."""
+    """Packing method: fill blocks with whole documents, or use one document per block and pad each batch."""
     heldout_source: str | None = None
-    """Conversations to evaluate on (default: `heldout_share` of the source)."""
+    """Source of the held-out conversations (default: `heldout_share` of the training source)."""
     heldout_share: float = Field(0.01, ge=0, lt=1)
     """Share of the conversations to hold out, selected by a hash of their ids, or of ids and contents if there are few
     distinct ids. 0 is allowed only for counting a table."""

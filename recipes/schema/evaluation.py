@@ -16,9 +16,9 @@ class MethodSection(Section):
     method: str
     """Name of the method."""
     label: str | None = None
-    """Name of the row (default: the method, with the temperature of the row if it has one)."""
+    """Label of the row (default: the method, followed by the temperature if the row sets one)."""
     options: dict[str, Any] = {}
-    """Options of the method, such as gamma, which `docs/methods` lists. Two defaults of SLiM differ from its paper:
+    """Options of the method, such as gamma (see `docs/methods`). Two defaults of SLiM differ from its paper:
     equation 2 is `lengths: full` (appendix C is `all`), and equation 5 is `unseen_correlation: 0`."""
     temperature: float | None = Field(None, ge=0)
     """Sampling temperature (default: the recipe's). At 0, `mjsd` searches the beams that Algorithm 1 of arXiv
@@ -38,7 +38,7 @@ def every_row(parts: Container[str], at: float, temperature: float | None) -> li
 
 
 class _Decoding(Section):
-    """Fields shared by the recipes that decode."""
+    """Fields shared by all recipes that decode."""
 
     template: str = "vicuna-v1.1"
     """Name of the chat template; `tokenizer`: the tokenizer's own. A server applies its own template; then this only
@@ -47,7 +47,7 @@ class _Decoding(Section):
     """Variables of the tokenizer's own chat template, such as `{enable_thinking: false}`; `date` sets its current date
     (default: 2024-07-26)."""
     temperature: float = Field(0.0, ge=0)
-    """Sampling temperature; 0 decodes greedily. `transformers serve` samples only if the model's settings do."""
+    """Sampling temperature; 0 decodes greedily. `transformers serve` samples only if the generation config does."""
     top_k: int = Field(0, ge=0)
     """Number of most likely tokens to sample from; 0: all. Servers receive it only if it is not 0."""
     top_p: float = Field(1.0, gt=0, le=1)
@@ -58,8 +58,8 @@ class _Decoding(Section):
     """Data type of the weights; auto: that of the files. int8 rounds matrices to eight bits per weight with one scale
     per row; CPUs compute with these integers, GPUs with bfloat16."""
     stop: list[str] = []
-    """Additional tokens that end a text. The tokenizer's end of sequence, the end tokens of `generation_config.json`
-    and the template's end of turn always do."""
+    """Additional tokens that end generation, besides the tokenizer's EOS token, the EOS tokens in
+    `generation_config.json` and the end-of-turn token of the template."""
     seed: int = 0
     """Random seed. Each prompt has its own random numbers, independent of the other prompts of a batch."""
 
@@ -75,7 +75,7 @@ class EvaluateRecipe(_Decoding):
     drafter: str | None = None
     """Directory or hub id of the drafter."""
     drafter_dtype: Literal["auto", "float32", "bfloat16", "float16", "int8"] | None = None
-    """Data type of the drafters' weights (default: `dtype`). Methods stay exact with every type."""
+    """Data type of the drafters' weights (default: `dtype`). Lossless methods remain lossless with any type."""
     more_drafters: list[str] = []
     """Further drafters. A row with the option `drafter: 2` uses the first of them; specinfer uses all drafters."""
     heads: str | None = None
@@ -86,7 +86,7 @@ class EvaluateRecipe(_Decoding):
     """Prompts: name of an evaluation set (`draftsmith prepare --list`), or file, directory or hub id of conversations,
     whose first question is the prompt."""
     prompts_path: str | None = None
-    """Local copy of the set, used in place of the hub."""
+    """Local copy of the evaluation set, used instead of the hub."""
     groups: list[str] = []
     """Categories of prompts to use (default: all)."""
     limit: int = Field(80, ge=1)
@@ -104,21 +104,21 @@ class EvaluateRecipe(_Decoding):
     repeats: int = Field(1, ge=1)
     """Number of timed runs of each prompt with each method; medians are reported."""
     compare_with_transformers: bool = True
-    """Whether to run `transformers.generate` too at temperature 0, for its tokens and its speed."""
+    """Whether to also run `transformers.generate` at temperature 0, to compare its tokens and its speed."""
     energy: Literal["auto", "off"] = "auto"
     """auto: measure joules per token if a counter is available (NVML for GPUs, RAPL for processors), in four windows of
     some seconds for each method; otherwise log why not. off: do not measure them."""
     energy_batches: list[Annotated[int, Field(ge=1)]] = []
     """Batch sizes at which time and energy of the target's forward passes are measured (`--energy`)."""
     energy_runs: int = Field(300, ge=1)
-    """Number of forward passes to time at each of these batch sizes."""
+    """Number of timed forward passes for each batch size in `energy_batches`."""
     energy_context: int = Field(128, ge=1)
-    """Number of cached tokens of each input of these forward passes."""
+    """Number of cached tokens per sequence in these forward passes."""
     device_map: str | None = None
     """Placement of the target on several devices, as in accelerate: auto, balanced … (default: `device` only)."""
     methods: list[MethodSection] = Field(min_length=1)
-    """Rows of the table, one of them `autoregressive`, the baseline. `all`: every method that the artifacts allow at
-    `temperature` and, if that is 0, also at temperature 1."""
+    """Rows of the results table, including the baseline `autoregressive`. `all`: every method that is available with
+    the given artifacts, at `temperature` and, if it is 0, also at temperature 1."""
 
     @model_validator(mode="before")
     @classmethod
@@ -141,7 +141,7 @@ class EvaluateRecipe(_Decoding):
         return self.turns == "all" or (self.turns == "auto" and corpus is not None and corpus.every_turn)
 
     def labels(self) -> list[str]:
-        """Return the labels of the rows, which are unique."""
+        """Return the labels of the rows."""
         own = ["" if row.temperature is None else f" T={row.temperature:g}" for row in self.methods]
         return [row.label or row.method + suffix for row, suffix in zip(self.methods, own, strict=True)]
 
@@ -176,7 +176,7 @@ class CorpusSection(Section):
     files: list[str] = []
     """Further questions, mixed in at random: files, directories, corpora by name or hub ids."""
     heldout_share: float = Field(0.02, gt=0, lt=1)
-    """Share of the documented objects and of the rows of `files` that is held out, by a hash of their names."""
+    """Share of the documented objects and of the rows in `files` to hold out, selected by a hash of their names."""
     vocab_size: int | None = Field(4096, ge=300)
     """Vocabulary size of the byte-level BPE to train on the corpus; null: use the target's tokenizer."""
 
@@ -197,29 +197,29 @@ class ServerSection(Section):
 
 
 class RegenerateRecipe(PlaceSection, _Decoding):
-    """Recipe that replaces the answers of a corpus with the target's own."""
+    """Recipe that regenerates the answers of a corpus with the target."""
 
     kind: Literal["regenerate"]
     out: str = Field(pattern=r"\.jsonl$")
     """File of the new conversations (.jsonl); settings, errors and the recipe are written next to it."""
     source: str
-    """Corpus whose questions are asked, as in a data section."""
+    """Corpus whose questions are answered, as in a data section."""
     clean: dict[str, Any] = {}
     """Cleaning options, see `draftsmith.data.cleaning.cleaner.Cleaning`."""
     target: str | None = None
     """Directory or hub id of the target, to decode in this process."""
     server: ServerSection | None = None
-    """Server to ask in place of a local target."""
+    """Server that generates the answers, instead of a local target."""
     system: str | None = None
     """System prompt for conversations without one, stored with them (default: that of the template)."""
     max_new_tokens: int = Field(1024, ge=1)
     """Maximum number of tokens per answer."""
     on_length: Literal["drop", "keep"] = "drop"
-    """Treatment of answers that reach the limit: `drop` removes them and the turns after them, since a drafter would
-    learn to stop there."""
+    """Treatment of answers that reach the token limit: `drop` removes them and all later turns, because a drafter
+    would learn to stop there."""
     sampled: float = Field(0.0, ge=0, le=1)
     """Share of the questions, chosen by their seeds, that are answered at temperature 1 instead of `temperature`, for
-    drafters that serve both."""
+    drafters that are used at both temperatures."""
     batch: int = Field(16, ge=1)
     """Batch size of local decoding; a finished conversation is replaced by the next one."""
 
@@ -237,26 +237,26 @@ class QuickstartRecipe(Section):
 
     kind: Literal["quickstart"]
     out: str = "runs/quickstart"
-    """Output directory; `{out}` in the stages below is replaced by it."""
+    """Output directory, which replaces `{out}` in the stages below."""
     minutes: float = Field(8.0, gt=0)
     """Approximate time budget on two cores in minutes. Training steps and `answers.limit` of the stages are multiplied
     by minutes / `reference_minutes`."""
     reference_minutes: float = Field(8.0, gt=0)
-    """Duration of the stages as they are given, in minutes."""
+    """Time in minutes for which the settings of the stages are designed."""
     seed: int = 0
     """Seed of the corpus, the initial weights and the order of the data."""
     precision: Literal["auto", "float32", "bfloat16"] = "float32"
-    """Data type of regeneration and of the training of drafters and heads; auto: bfloat16 if the hardware multiplies in
-    it, else float32. The evaluation does not use it."""
+    """Data type for regeneration and for the training of drafters and heads. auto: bfloat16 if the hardware supports
+    it, else float32. The evaluation is not affected."""
     corpus: CorpusSection
     target: DrafterRecipe | str
-    """Recipe that trains the target; or an existing model: a directory or hub id, to which `{out}/target` links, or a
-    `.gguf` file, which is converted. `package:NAME/FILE.gguf` names a file of an installed package."""
+    """Recipe that trains the target, or an existing model: a directory or hub id, to which `{out}/target` links, or a
+    `.gguf` file, which is converted. `package:NAME/FILE.gguf` is a file in an installed package."""
     answers: RegenerateRecipe
-    """Regenerated responses of the target."""
+    """Recipe that regenerates the responses with the target."""
     drafter: DrafterRecipe
     distilled: DrafterRecipe | None = None
-    """Second training stage, which starts from the first and writes the drafter."""
+    """Second stage of drafter training, which starts from the weights of the first stage."""
     eagle: HeadsRecipe | None = None
     """EAGLE-3 heads, which the evaluation uses as a drafter."""
     heads: HeadsRecipe

@@ -43,7 +43,7 @@ class ForgeRecipe(Section):
     engine_options: str = ""
     """Further arguments of the engine, such as `--dtype float32`."""
     llama_cpp: str | None = None
-    """Checkout of llama.cpp with the converter that exports drafters."""
+    """Directory of a llama.cpp checkout, whose converter exports drafters."""
     processes: int = Field(1, ge=1)
     """Number of training processes, one per GPU."""
     launch: str = ""

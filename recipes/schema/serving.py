@@ -26,7 +26,7 @@ class BenchRecipe(Section):
     prompts: str = "spec-bench"
     """Prompts, as in a recipe of kind evaluate."""
     prompts_path: str | None = None
-    """Local copy of the set, used in place of the hub."""
+    """Local copy of the evaluation set, used instead of the hub."""
     groups: list[str] = []
     """Categories of prompts to use (default: all)."""
     limit: int = Field(80, ge=1)

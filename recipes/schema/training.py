@@ -171,15 +171,15 @@ class MeasureSection(Section):
     gamma: int = Field(4, ge=1)
     """Number of draft tokens per step (drafters)."""
     tree: str = "2x1"
-    """Candidates by depth, or paths such as `0, 1, 0.0` (heads); at most as deep as there are heads."""
+    """Candidates for each depth, or tree paths such as `0, 1, 0.0` (heads). The depth is at most `num_heads`."""
     sequences: int = Field(4, ge=0)
     """Number of sequences of SLiM, which is measured in addition to Medusa (heads); 0 disables it."""
     table: str | None = None
-    """Correlation table of SLiM; without one, r is 1 and only sequences of all heads compete."""
+    """Correlation table of SLiM (default: none, so that r = 1 and only sequences over all heads are used)."""
     blocks: int = Field(64, ge=0)
     """Number of held-out blocks for losses and teacher-forced agreement; 0 disables it."""
     keep: Literal["best", "last"] = "best"
-    """Weights of the artifact: those with the most tokens per step of all evaluations, or the last ones."""
+    """Weights to save: those of the evaluation with the most tokens per step, or the last weights."""
 
 
 Weight = float | list[float]
@@ -289,7 +289,7 @@ class HeadsRecipe(_Recipe):
     target_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Data type of the target's weights and of the saved heads; auto: that of the files. Heads train in float32."""
     num_heads: int = Field(4, ge=1)
-    """Number of heads; head k predicts the token k + 2 positions ahead (k from 0). With `eagle3`, TTT steps."""
+    """Number of heads; head k predicts the token k + 2 positions ahead (k from 0). With `eagle3`: TTT steps."""
     num_layers: int = Field(1, ge=0)
     """Number of residual blocks per head."""
     projection: Literal["own", "low-rank", "target"] = "own"
@@ -350,7 +350,7 @@ class CountSection(Section):
     pairs: Literal["documents", "answers"] = "documents"
     """`documents`: whole conversations with the tokens of the template, except its default system prompt. `answers`:
     pairs whose right token is supervised, that is, each answer with its end of turn and the token before it. Pairs
-    never cross the border of a document or answer."""
+    never cross the boundaries of a document or answer."""
     memory_mb: int = Field(512, ge=1)
     """Memory for the counts of each process; counts beyond it go to `<out>.state`."""
     save_minutes: float = Field(5.0, gt=0)
@@ -372,8 +372,8 @@ class TableRecipe(Section):
     tokenizer: str
     """Directory or hub id of the tokenizer."""
     vocab_size: int | None = Field(None, ge=1)
-    """Vocabulary size of the table; by default that of the model in the tokenizer's directory, else the tokenizer's.
-    Where the target's embeddings are padded, it is their size, such as 32064 for a tokenizer of 32000."""
+    """Vocabulary size of the table (default: that of the model in the tokenizer's directory, or else of the tokenizer).
+    If the target's embeddings are padded, set their number, such as 32064 for a tokenizer of 32000."""
     data: DataSection
     count: CountSection = CountSection()
 
