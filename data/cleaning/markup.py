@@ -116,7 +116,7 @@ def _convert(html: str) -> str:
     for node in document.children:
         if isinstance(node, Tag):
             _append(pieces, converter.convert_soup(node))
-        elif type(node) is NavigableString:  # not its children: comments, doctypes
+        elif type(node) is NavigableString:  # excludes subclasses: comments, doctypes
             _append(pieces, str(node))
     return "".join(pieces).strip("\n")
 

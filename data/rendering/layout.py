@@ -15,7 +15,7 @@ from .templates import Template, fill_tokens, with_tools
 _REMEMBERED_SYSTEMS = 1 << 10
 _SPLITS_TRIED = 4
 NO_IDS = np.empty(0, dtype=np.int32)
-_PROBES = ("a", " a", "\na", "1", ".", "é", "中", "")  # messages that could merge with the constant before them
+_PROBES = ("a", " a", "\na", "1", ".", "é", "中", "")  # messages that could merge with the template text before them
 
 
 @dataclass(slots=True)
@@ -49,7 +49,7 @@ class Layout:
         specials = sorted(special_strings(encoder.tokenizer), key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, specials)) or r"(?!)")
         self.bos = _array([] if template.writes_bos else encoder.bos)
-        self._leads = lru_cache(_REMEMBERED_SYSTEMS)(self._first_lead)  # many rows have the same system text
+        self._leads = lru_cache(_REMEMBERED_SYSTEMS)(self._first_lead)  # many conversations have the same system prompt
         self.start = self._leads(None, "")
         self.behind_question, rest = self._head(template.middle)
         self.answer = self._constant(rest)
@@ -115,14 +115,14 @@ class Layout:
         before, suffix = template.system
         lead = self.lead(before)
         match = self._special.search(suffix)
-        if match is None:  # one text with the question
+        if match is None:  # tokenized together with the question
             return self._split_long(_Lead(lead.ids, lead.tail + system + suffix, lead.after))
         ids = _array(self.encoder.one(lead.tail + system + suffix[: match.start()], lead.after))
         rest = self.lead(suffix[match.start() :])
         return _Lead(np.concatenate([lead.ids, ids, rest.ids]), rest.tail, rest.after)
 
     def lead_tokens(self, parts: Parts) -> int:
-        """Return how many tokens of an encoded first question belong to the template and not to the question."""
+        """Return the number of template tokens at the start of an encoded first question."""
         lead = self.first_lead(parts)
         return len(self.encoder.one(lead.tail.rstrip(" "), lead.after))
 

@@ -291,7 +291,7 @@ def _render_constants(template: Template, system: str | None) -> str:
 
 @dataclass(frozen=True)
 class _Chat:
-    """Chat template of a tokenizer, with variables and tools, that renders marker messages."""
+    """Chat template of a tokenizer with its variables and tools, used to render marker messages."""
 
     tokenizer: Any
     options: dict[str, Any]

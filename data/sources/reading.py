@@ -236,7 +236,7 @@ def hash_share(name: str) -> float:
 def has_few_ids(conversations: Iterable[Conversation]) -> bool:
     """Check if there are fewer than 20 distinct ids, and at least four conversations per id on average."""
     ids, count = set[str](), 0
-    for count, conversation in enumerate(conversations, start=1):  # noqa: B007 (read behind the loop)
+    for count, conversation in enumerate(conversations, start=1):  # noqa: B007 (used after the loop)
         ids.add(conversation.id)
         if len(ids) >= _FEW_IDS:
             return False

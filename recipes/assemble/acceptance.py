@@ -31,7 +31,7 @@ _FEW_PARAMETERS = 1_000_000_000
 _LOOK_AHEAD = 16  # exceeds the depth of every draft tree in these measurements
 
 Measure = Callable[[Any], dict[str, float]]
-_Row = tuple[str, str, dict[str, Any]]
+_Row = tuple[str, str, dict[str, Any]]  # prefix of the metrics, method, options of the method
 
 
 def decodes_fast(target: PreTrainedModel) -> bool:
@@ -66,7 +66,7 @@ def check_measure(recipe: HeadsRecipe) -> None:
 
 
 def _tree(recipe: HeadsRecipe) -> str:
-    """Return the candidate tree of the recipe. Levels beyond the number of heads are removed (`4x2x1` notation)."""
+    """Return the candidate tree of a recipe. In `4x2x1` notation, levels beyond the number of heads are removed."""
     tree = recipe.measure.tree
     return tree if "," in tree else "x".join(tree.split("x")[: recipe.num_heads])
 
@@ -114,7 +114,7 @@ def _measure_of(
     rows: Sequence[_Row],
     parts_of: Callable[[Any], Parts],
 ) -> Measure:
-    """Return a function that decodes held-out prompts with each method in `rows` (metric prefix, method, options)."""
+    """Return a function that decodes held-out prompts with each method in `rows`, and returns acceptance metrics."""
     section = recipe.measure
     # Leave room for the answer and the draft tokens if the model has only as many positions as a block.
     longest = min(recipe.data.block_tokens, positions - section.new_tokens - _LOOK_AHEAD)

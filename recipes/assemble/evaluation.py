@@ -168,7 +168,7 @@ def _open_drafter(
 def _translation(
     recipe: EvaluateRecipe, source: str, manifest: Manifest | None, tokenizer: Any
 ) -> TextTranslation | None:
-    """Return a translation between different tokenizers, which only the method `speculative` supports, or None."""
+    """Return a translation between two tokenizers, or None if it is unnecessary or a method does not support it."""
     drafting = {row.method for row in recipe.methods if "drafter" in method_config(row.method, row.options).needs}
     known = manifest is not None and manifest.tokenizer_fingerprint == tokenizer_fingerprint(tokenizer)
     if known or drafting != {"speculative"}:
