@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class MethodsCommand(typer.core.TyperCommand):
-    """Command whose help lists the registered methods in place of `{methods}`."""
+    """Typer command that replaces `{methods}` in its help texts by the names of all registered methods."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         from ...decode.methods import METHODS

@@ -50,7 +50,7 @@ def certificate_section(certificate: Mapping[str, Any], recipe: Mapping[str, Any
 def certificates_table(
     title: str, certificates: Sequence[Mapping[str, Any]], stress: Sequence[Mapping[str, Any]]
 ) -> Table:
-    """Return a table with one row for each method, and one row for all tests of a method on the small pair."""
+    """Return a table of certificates. All certificates of a method on the small pair are merged into one row."""
     rows = []
     groups = {one["label"]: [other for other in stress if other["label"] == one["label"]] for one in stress}
     for one in [*map(_merge, groups.values()), *certificates]:
@@ -71,7 +71,7 @@ def certificates_table(
 
 
 def _merge(group: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merge the certificates of one method on the small pair: worst verdict, all tests, lowest statistical power."""
+    """Merge the certificates of one method on the small pair. The worst verdict and the lowest power are used."""
     worst = max(group, key=lambda one: VERDICTS.index(one["verdict"]))
     sums = {key: sum(one[key] for one in group) for key in ("tokens", "faults", "near_ties")}
     merged = {"label": worst["label"], "verdict": worst["verdict"], "sampling": {"temperature": None}, "bias": {}}
@@ -80,7 +80,7 @@ def _merge(group: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def explanations(certificates: Sequence[Certificate], stress: Sequence[Certificate] = ()) -> list[str]:
-    """Explain failed tests, tests with too few tokens, and the rounding error at each temperature, in lines of text."""
+    """Return lines that explain failed tests, tests with too few tokens, and the rounding error at each temperature."""
     lines = []
     for certificate in [*stress, *certificates]:
         bias, undecided = certificate.power["detectable_bias_99"], certificate.verdict == "undecided"

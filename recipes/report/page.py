@@ -42,7 +42,7 @@ def report_path(results: Path) -> Path:
 
 
 def run_report(paths: Sequence[Path], out: Path | None = None) -> Path:
-    """Write an HTML report of results files, and print a comparison of the files with the first one."""
+    """Write an HTML report of results files. Print a comparison of the first file with the others."""
     names, loaded = short_names(paths), [load_results(path) for path in paths]
     comparison = compare(names, loaded) if len(loaded) > 1 else None
     written = write_report(out or report_path(paths[0]), paths, loaded, comparison)
@@ -83,7 +83,7 @@ def _certificate(results: Path, recipe: Mapping[str, Any]) -> str:
 
 
 def write_page(out: Path, title: str, body: str) -> Path:
-    """Write an HTML file atomically, with a table of contents of the headings and captions in `body`."""
+    """Write an HTML file atomically, with a table of contents that links to the headings and captions in `body`."""
     links: list[tuple[str, str]] = []
 
     def add_anchor(match: re.Match[str]) -> str:
@@ -98,7 +98,7 @@ def write_page(out: Path, title: str, body: str) -> Path:
 
 
 def short_names(paths: Sequence[Path]) -> list[str]:
-    """Return short, distinct names of files; raise ValueError if a file is given twice."""
+    """Return short and distinct names for results files; raise ValueError if a file is given twice."""
     if len({path.resolve() for path in paths}) < len(paths):
         raise ValueError(f"results files must be distinct, got {', '.join(map(str, paths))}")
     names = ["/".join(path.parts[-2:]) for path in paths]
@@ -148,7 +148,7 @@ def _card(temperature: float, rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def verdict(rows: Sequence[Row]) -> str:
-    """Describe the best speedup of a server, and the loads without a speedup, in one sentence."""
+    """Return a sentence about the best speedup of a server and the concurrency levels without a speedup."""
     known = [row for row in rows if row["method"] != BASELINE and row["speedup"] is not None]
     if not known:
         return "There is no speedup without a baseline: pass --baseline."

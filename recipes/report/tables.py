@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 Row = Mapping[str, Any]
 Numbered = tuple[int, Row]
-"""Number of a row in the report, and the row."""
+"""Row number in the report, and the row of results."""
 DASH = "–"
 _DEPTHS = 12  # maximum number of columns of the table by depth
 
@@ -155,7 +155,7 @@ def speedup_cell(row: Row) -> Cell:
 
 
 UNSTEADY = "?"
-"""Mark after a speedup whose time measurements are unsteady."""
+"""Suffix of speedups with unsteady time measurements."""
 _LOSSLESS = Metric(Column("lossless", "greedy text"), _lossless)
 _STEP = (
     _metric("tokens per step", "tokens_per_step", unit="τ"),
@@ -223,7 +223,7 @@ def best_lossless(rows: Iterable[Row]) -> Row | None:
 
 
 def conclusions(rows: Sequence[Row]) -> list[str]:
-    """Return a line for each temperature with the fastest lossless method, its speedup and its identical outputs."""
+    """Return one line for each temperature, which reports the fastest lossless method and its speedup."""
     lines = []
     for temperature in dict.fromkeys(row["temperature"] for row in rows):
         best = best_lossless(row for row in rows if row["temperature"] == temperature)

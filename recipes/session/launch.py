@@ -60,7 +60,7 @@ def end_with_parent() -> None:
 
 
 def is_first() -> bool:
-    """Return whether this is the only or the first launched process, which prints the output."""
+    """Return whether this is the only or the first launched process. Only this process prints output."""
     return launched() == 1 or os.environ["RANK"] == "0"
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 _STAT = Path("/proc/stat")
 _SECONDS = 0.1
 _COMPUTING = {"quickstart", "forge", "regenerate", "train", "evaluate", "certify", "tune", "doctor"}
-_IDLE = 3, 4  # columns of idle time, also while waiting for a disk
+_IDLE = 3, 4  # columns of the idle and iowait times
 
 
 def choose_threads() -> str:

@@ -17,7 +17,7 @@ from ...session.terminal import log
 def evidence_of(
     artifact: Path, manifest: Manifest, licence: str | None = None, results: Path | None = None
 ) -> Evidence:
-    """Collect licences, data sources and results for a model card; raise ValueError if the results do not match."""
+    """Collect licences, data sources and results for a model card; raise ValueError if results are of other files."""
     licences, datasets = {}, dict[str, None]()
     for source in data_sources(manifest):
         corpus = None if source["hub"] is None else find_corpus(source["hub"])

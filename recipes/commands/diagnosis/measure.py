@@ -48,16 +48,16 @@ from ...session.stopping import Stoppable
 from ...session.terminal import log
 
 CHAINS = {"drafter": "speculative", "heads": "bpd", "table": "bigram"}
-"""Mapping from kinds of artifacts to decoding methods that draft a chain of tokens."""
+"""Decoding method with chain drafts for each kind of artifact."""
 
 
 def measure_pair(recipe: EvaluateRecipe) -> tuple[list[Finding], dict[str, Any]]:
-    """Measure the drafter, heads or table of an evaluation in all stages from training to decoding.
+    """Measure the acceptance of the drafter, heads or table of a recipe in each stage from training to decoding.
 
-    Options and temperature are those of the first row of the recipe that uses the decoding method in `CHAINS`.
+    The recipe can contain a row with the decoding method from `CHAINS`, which sets its options and temperature.
 
     Returns:
-        Findings, sorted by loss in descending order, and JSON values: `part`, `source`, `method`, `options`,
+        Findings, sorted by lost acceptance (highest first), and JSON values: `part`, `source`, `method`, `options`,
         `temperature`, `stages` (`value` is the acceptance rate), `gaps` (with a 99 % `interval` over prompts),
         `training` metrics, the `readings` of EAGLE-3 heads (see `Reading`), and reasons for `skipped` stages.
 

@@ -99,7 +99,7 @@ def run_certify(
 def _certifier(case: Case) -> Certify:
     """Return a function that tests one method. It measures the rounding error once for each sampling configuration."""
     pair = case.pair
-    # The judge runs transformers' own forward, so that faults of the fast forward used in decoding are found too.
+    # The judge uses the forward pass of transformers, so that errors in the optimised forward pass are detected too.
     judge = make_judge(pair.model, states_of(pair.parts.heads))
 
     @cache

@@ -75,7 +75,7 @@ def choose_rows(recipe: EvaluateRecipe, names: Sequence[str]) -> list[MethodSect
 
 
 def find_rows(recipe: EvaluateRecipe, names: Sequence[str]) -> list[MethodSection]:
-    """Return the rows with the given labels or methods. A method without a row gets default options.
+    """Return the rows with the given labels or methods. A method that is not in the recipe gets default options.
 
     Raises ValueError if a name is unknown, or if a method requires an artifact that is not in the recipe.
     """

@@ -113,7 +113,7 @@ class _Forge:
         """Mapping from names to the sources of draft tokens whose settings are tuned."""
         self.has_table = False
         self.compared: dict[Workload, dict[str, Measurement]] = {each: {} for each in self.workloads}
-        """Measurements of given drafters, and of candidates after short training."""
+        """Mapping from workloads to measurements of given drafters, and of candidates after short training."""
         self.rows: dict[str, Row] = {}
         self.tuned: dict[Workload, list[Measurement]] = {each: [] for each in self.workloads}
         self.winners: dict[Workload, Measurement] = {}
@@ -184,7 +184,7 @@ class _Forge:
         return chosen
 
     def _count_prompts(self, workload: Workload, share: float, rows: int) -> int:
-        """Return the number of prompts with which `rows` settings can be measured in a share of the time budget."""
+        """Return the number of prompts for measuring `rows` settings within the fraction `share` of the time budget."""
         seconds, most = share * self.seconds / len(self.workloads), self.questions.held_out // workload.batch
         return workload.batch * count_batches(seconds, rows, self._batch_seconds(workload), most)
 
@@ -300,7 +300,7 @@ class _Forge:
                 self._note(f"skipped {skipped}: short trials took {tried:.0f} s of at most {most:.0f} s")
                 break
             folder = Path(str(self._train(candidate, _TRIED).artifact))
-            # A recorded time, so that a resumed forge decides the same.
+            # The recorded time is used, so that a resumed run makes the same decisions.
             last = float(load_manifest(folder).training["seconds"])
             rates[name] = last / _TRIED
             tried += last
@@ -388,7 +388,7 @@ class _Forge:
             raise NotLosslessError(f"{broken[0]} is not lossless: see {derive_path(Path(recipe.out), KIND)}")
 
     def _serve(self) -> None:
-        """Tune the number of draft tokens in the serving engine for the fastest and all fully trained drafters."""
+        """Tune the number of draft tokens in the serving engine for the fastest and for all fully trained drafters."""
         self.section = f"Draft lengths in {self.recipe.engine}"
         trained = [name for name, source in self.sources.items() if source.steps]
         for name in dict.fromkeys([*(winner.name for winner in self.winners.values()), *trained]):

@@ -70,7 +70,7 @@ def run_quickstart(recipe: QuickstartRecipe) -> dict[str, Any]:
 
 
 def resolve(recipe: QuickstartRecipe) -> QuickstartRecipe:
-    """Fill in the recipes of the stages: output directory, seed, precision, and scaled numbers of steps and answers."""
+    """Fill in the stage recipes: output directory, seed, precision, and numbers of steps and answers for the budget."""
     values = fill_placeholder(recipe.model_dump(mode="json"), "{out}", recipe.out)
     scale = recipe.minutes / recipe.reference_minutes
     trained = [values[name] for name in ("target", "eagle", "drafter", "distilled", "heads")]

@@ -47,7 +47,7 @@ METHODS: dict[Kind | None, tuple[str, ...]] = {
     "eagle": ("speculative", "dynamic-tree", "suffix, drafter"),
     "heads": ("medusa", "slim-s", "suffix, heads"),
 }
-"""Methods to tune for each kind of drafter. The key None is for prompt lookup without a drafter."""
+"""Methods to tune for each kind of drafter. The key None stands for prompt lookup without a drafter."""
 COSTS_FILE = "costs.json"
 REVERSED_HELDOUT = "heldout-reversed.jsonl"
 """File with held-out prompts in reverse order, so that settings are chosen and confirmed on different prompts."""
@@ -114,7 +114,7 @@ class Ledger:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Measure the time of a stage and save it, even if the stage fails."""
+        """Add the time spent in the `with` block to the stage `name`, even if the block raises an exception."""
         began = time.monotonic()
         try:
             yield
@@ -129,7 +129,7 @@ class Ledger:
 
 
 def prepare_prompts(recipe: ForgeRecipe, base: QuickstartRecipe, out: Path) -> Prompts:
-    """Write the model directory of the target and the prompt files, and return statistics of the prompts.
+    """Write the target's model directory and the prompt files, and return statistics of the prompts.
 
     Raises ValueError if there are too few prompts, if `out` contains a run of another recipe, or if the target's model
     family is not supported.
@@ -162,7 +162,7 @@ def prepare_prompts(recipe: ForgeRecipe, base: QuickstartRecipe, out: Path) -> P
 
 
 def measure_costs(base: QuickstartRecipe, out: Path, prompts: int) -> dict[str, Any]:
-    """Measure the time of the target's forward passes and answers. Return it with the model shape, and store both."""
+    """Measure the time of the target's forward passes and answers once; return the times and the model shape."""
     path, answers = out / COSTS_FILE, min(_PROBED, prompts)
     if path.is_file():
         return dict(load_json(path, "seconds_per_answer"))
@@ -218,7 +218,7 @@ def base_of(recipe: ForgeRecipe) -> QuickstartRecipe:
 
 
 def with_heldout(base: QuickstartRecipe, answers: int) -> QuickstartRecipe:
-    """Increase the held-out share of the training data if there are few answers, so that it is not empty."""
+    """Increase the held-out share of the training data if there are few answers, so that some are held out."""
     stages: dict[str, Any] = {}
     for name in ("eagle", "drafter", "heads", "table"):
         stage = getattr(base, name)
@@ -235,7 +235,7 @@ def answers_of(base: QuickstartRecipe, count: int, name: str) -> RegenerateRecip
 def training_of(
     base: QuickstartRecipe, candidate: Candidate, vocabulary: int, steps: int, out: Path, processes: int = 1
 ) -> DrafterRecipe | HeadsRecipe:
-    """Return the training recipe of a candidate. The global batch is proportional to the number of processes."""
+    """Return the training recipe of a candidate. The global batch size is proportional to the number of processes."""
     stage = {"eagle": base.eagle, "heads": base.heads}.get(candidate.kind, base.drafter)
     assert stage is not None
     train = stage.train.model_copy(update={"steps": steps, "global_batch": stage.train.global_batch * processes})
@@ -259,7 +259,7 @@ def evaluation_of(
     prompts: int,
     prompts_file: str = "heldout.jsonl",
 ) -> EvaluateRecipe:
-    """Return the recipe of an evaluation of the baseline and the given rows on held-out prompts."""
+    """Return a recipe that evaluates the baseline and the given rows on held-out prompts."""
     values = base.evaluate.model_dump(mode="json")
     drafters = list(dict.fromkeys(row.source.artifact for row in rows if row.source.kind not in (None, "heads")))
     methods: list[dict[str, Any]] = [{"method": "autoregressive"}]

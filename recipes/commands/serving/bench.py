@@ -26,8 +26,8 @@ from ...session.stopping import Stoppable
 from ...session.terminal import console, log
 from .client import Server, check_client, read_counters
 
-_BLOCKS = 4  # number of blocks of prompts per load; the two servers take turns
-_WARM_UP = 4  # maximum number of requests to each server before a load
+_BLOCKS = 4  # number of blocks of prompts at each concurrency; the two servers alternate
+_WARM_UP = 4  # maximum number of warm-up requests to each server at each concurrency
 _MIN_IDENTICAL = 0.5  # minimum share of identical greedy texts before a warning
 
 
@@ -47,7 +47,7 @@ def bench_recipe(
 
 
 def prompts_of(recipe: BenchRecipe) -> list[Prompt]:
-    """Load the prompts; raise ValueError if they cannot be read or the results cannot be written."""
+    """Load the prompts; raise ValueError if they cannot be loaded or the results cannot be written."""
     check_writable(Path(recipe.out))
     check_client()
     return load_questions(recipe.prompts, recipe.limit, path=recipe.prompts_path, groups=recipe.groups or None)
@@ -100,7 +100,7 @@ async def _measure(recipe: BenchRecipe, prompts: Sequence[Prompt], signals: Stop
 async def _blocks(
     recipe: BenchRecipe, servers: Sequence[Server], concurrency: int, prompts: Sequence[Prompt], signals: Stoppable
 ) -> list[list[Block]]:
-    """Measure blocks of prompts on each server at one concurrency. The order of the servers alternates."""
+    """Measure blocks of prompts on each server at one concurrency. The order of the servers alternates by block."""
     blocks: list[list[Block]] = [[] for _ in servers]
     for server in servers:
         await _send(recipe, server, prompts[: min(_WARM_UP, concurrency)], concurrency, lambda: None)

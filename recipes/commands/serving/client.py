@@ -1,4 +1,4 @@
-"""Client for OpenAI-compatible servers that measures latency and reads the counters of draft tokens."""
+"""Client for OpenAI-compatible servers. It measures latency and reads the counters of speculative decoding."""
 
 import asyncio
 import os

@@ -66,7 +66,7 @@ def _vllm(target: str, draft: Draft | None) -> list[str]:
     command = ["vllm", "serve", target]
     if draft is None:
         return command
-    if draft.mixes_attention:  # otherwise vLLM keeps a cache for each kind of attention
+    if draft.mixes_attention:  # otherwise vLLM allocates a KV cache for each kind of attention
         command.append("--disable-hybrid-kv-cache-manager")
     speculative: dict[str, Any] = {"method": ENGINES["vllm"].forms[draft.form], "model": draft.folder}
     speculative |= {"num_speculative_tokens": draft.tokens} | ({"parallel_drafting": True} if draft.parallel else {})
@@ -239,7 +239,7 @@ def started(
 ) -> Iterator[list[Running]]:
     """Start an engine with the first command and, if there is a second command, its baseline; yield both.
 
-    The engines start sequentially, since each allocates all free memory. Logs: `stem`.log and `stem`-baseline.log.
+    Engines start sequentially, since each allocates all free memory, and log to `stem`.log and `stem`-baseline.log.
     """
     with ExitStack() as stack:
         engines = []

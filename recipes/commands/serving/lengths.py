@@ -67,7 +67,7 @@ def max_draft_tokens(export: Path | str) -> int:
 
 
 def _is_measured(recipe: BenchRecipe) -> bool:
-    """Return whether a recipe has results. The URLs of the servers may differ."""
+    """Return whether results of the same recipe exist, ignoring the URLs of the servers."""
     path, places = Path(recipe.out), {"server": "", "baseline": ""}
     return path.is_file() and load_results(path, BENCH)["recipe"] | places == recipe.model_dump(mode="json") | places
 

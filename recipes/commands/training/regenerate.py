@@ -165,7 +165,7 @@ class LocalTarget:
             self._decoding = asyncio.create_task(self._decode(self._pool))
         await asyncio.wait({answered, self._decoding}, return_when=asyncio.FIRST_COMPLETED)
         if not answered.done():
-            self._decoding.result()  # raises the error of decoding
+            self._decoding.result()  # raises the exception of the decoding task
         return self._read(answered.result())
 
     async def _decode(self, pool: Pool) -> None:
@@ -195,7 +195,7 @@ class LocalTarget:
 
 
 class _Server:
-    """Client for an OpenAI-compatible server. If `spaced`, one leading space is removed from each response."""
+    """Client for an OpenAI-compatible server. If `spaced` is True, a leading space is removed from each response."""
 
     def __init__(self, recipe: RegenerateRecipe, server: ServerSection, spaced: bool) -> None:
         openai = self._openai = check_client()
