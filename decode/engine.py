@@ -56,7 +56,7 @@ class Proposal:
     tokens_BN: Tensor
     """Token of each node, int64. Node 0 is the root."""
     draft_probs_BMV: Tensor | None = None
-    """Distributions that the children of the first M nodes were sampled from, float32. None: deterministic tokens."""
+    """Distributions of the children of the first M nodes, float32. None if the draft tokens are deterministic."""
     valid_BN: Tensor | None = None
     """Mask of the nodes that contain a draft token, bool. None if all nodes do."""
     draft_scores_BN: Tensor | None = None
@@ -104,7 +104,7 @@ class Step:
 
 
 class Proposer(ABC):
-    """Base class of proposers, which grow a token tree from the context."""
+    """Base class of proposers, which draft a token tree after the committed tokens."""
 
     gamma: int
     """Maximum number of draft tokens per step, for proposers that draft chains."""
@@ -252,7 +252,7 @@ class Context:
         """Return the last `count` committed tokens of each row, [B, count]. Rows must have at least `count` tokens."""
         if len(self.lengths) == 1:
             return self.ids_BS[:, self.lengths[0] - count : self.lengths[0]]
-        after_B1 = self.cache.lengths_B[:, None] + 1  # the cache does not hold the root
+        after_B1 = self.cache.lengths_B[:, None] + 1  # the root is not in the cache
         return self.ids_BS.gather(1, after_B1 - count + torch.arange(count, device=self.ids_BS.device))
 
     def commit(self, proposal: Proposal, verdict: Verdict, hidden_BND: Tensor, prefetch: Sequence[Tensor] = ()) -> Step:
@@ -346,7 +346,7 @@ def _count_examined(path: list[int], parents: list[int], valid: list[bool] | Non
 def prefill(model: LanguageModel, cache: KVCache, ids_BS: Tensor, lengths: Sequence[int]) -> Tensor:
     """Run a model on all committed tokens except the last of each row, which becomes the root of the first tree.
 
-    Forward passes of at most `PREFILL_TOKENS` tokens limit activation memory. Returns hidden states as `model.extend`.
+    Each forward pass has at most `PREFILL_TOKENS` tokens, to limit activation memory. Returns all hidden states.
     """
     longest, width = max(lengths) - 1, model.hidden_size * (len(model.aux_layers) + 1)
     states = [torch.zeros(len(lengths), 0, width, dtype=model.dtype, device=model.device)]

@@ -242,7 +242,7 @@ class PromptLookupConfig(MethodConfig):
 
 @register("suffix")
 class Suffix(_WithDrafter):
-    """Tree of continuations of earlier matches in the text or a datastore, extended by the fallback."""
+    """Tree of continuations of earlier matches in the text or a datastore, extended by `fallback`."""
 
     max_nodes: Annotated[int, _MAX_NODES] = 8
     max_depth: Annotated[int, "maximum depth"] = 8

@@ -1,6 +1,6 @@
 """Continuous batching for autoregressive decoding: a row that finishes immediately receives the next prompt.
 
-If the cache of a free row contains a prefix of a prompt, such as earlier turns of a conversation, it is reused.
+If a free row has cached a prefix of a prompt, such as earlier turns of a conversation, these entries are reused.
 Encoder-decoders are not supported.
 
 Shape letters: B rows that run, C rows with the same sampling, V vocabulary, D hidden.
@@ -39,7 +39,7 @@ class _Row:
 
 
 class Pool:
-    """Decoder of a queue of prompts in `rows` rows. Outputs equal those of `engine.generate` with `Rng([seed])`."""
+    """Decoder of queued prompts with batch size `rows`. Outputs equal those of `engine.generate` with `Rng([seed])`."""
 
     def __init__(self, target: LanguageModel, rows: int, limits: Limits, sampling: Sampling) -> None:
         if rows < 1:

@@ -56,7 +56,7 @@ class MethodConfig:
     lossless: ClassVar[bool] = True
     """True if the output follows the target's distribution for all values of the options."""
     greedy_only: ClassVar[bool] = False
-    """True if the method searches for likely text, so that it ignores the temperature."""
+    """True if the method ignores the temperature, because it searches for the most likely output."""
 
     @property
     def needs(self) -> tuple[Part, ...]:

@@ -24,7 +24,7 @@ class Rng:
 
     @classmethod
     def for_rows(cls, seed: int, rows: int, device: torch.device | str = "cpu") -> "Rng":
-        """Return generators that seed row b with `seed + b`, as if each prompt were decoded separately."""
+        """Return an `Rng` that seeds row b with `seed + b`, as if each prompt were decoded separately."""
         return cls([seed + row for row in range(rows)], device)
 
     def uniform(self, *shape: int) -> Tensor:

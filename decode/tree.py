@@ -42,7 +42,7 @@ class Tree:
         return cls(parents_BN, depth_BN, line_BNP, max_depth)
 
     def grow(self, parents_BM: Tensor) -> "Tree":
-        """Return a tree with M additional nodes as the next level. Their parents must be the deepest nodes."""
+        """Return a tree with M additional nodes as the next level. Parents must be among the deepest nodes."""
         rows, count = parents_BM.shape
         index_BM1 = torch.arange(self.nodes, self.nodes + count, device=parents_BM.device).expand(rows, -1)[..., None]
         wide_BNP = self.line_BNP.expand(rows, -1, -1)

@@ -56,7 +56,7 @@ class FitConfig:
     evaluate_every: int = _limited(200, ge=0)
     """Steps between evaluations on held-out data, the first one before training. 0 evaluates only at the end."""
     save_every: int = _limited(200, ge=0)
-    """Steps between checkpoints, which is the most that an interrupted run loses. 0 saves only at the end."""
+    """Steps between checkpoints. An interrupted run loses at most this many steps. 0 saves only at the end."""
     keep_checkpoints: int = _limited(2, ge=1)
     """Maximum number of checkpoints on disk."""
     log_every: int = _limited(10, ge=1)

@@ -82,7 +82,7 @@ def method(
 
 @dataclass(frozen=True)
 class CustomGenerate:
-    """Decoding loop that `generate` calls instead of its own. Create it with `method`.
+    """Callable for the argument `custom_generate` of `generate`. Create it with `method`.
 
     If sampling is enabled, each call draws its seed from torch's default generator of the target's device.
     """

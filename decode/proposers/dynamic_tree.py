@@ -50,7 +50,7 @@ class DynamicTree(DrafterProposer):
         max_depth: Number of levels that are drafted.
         min_prob: Minimum joint probability of a node.
         suffix: Suffix tree that adds further nodes. The probability of a token is the maximum of both sources.
-        confidence_threshold: The drafter skips nodes for which `suffix` has a continuation at least as likely as this.
+        confidence_threshold: The drafter skips a node if `suffix` has a continuation with at least this probability.
 
     Raises:
         ValueError: A probability is out of range or, at the start of decoding, `width` exceeds the drafter's

@@ -1,7 +1,7 @@
 """Search for the most likely paths through a lattice of candidates, without enumerating all paths.
 
-Shape letters: B batch, K depth, C candidates per level, R paths kept per candidate, W best paths, N nodes, T the root
-and all kept paths, X flattened.
+Shape letters: B batch, K depth, C candidates per level, R stored paths per candidate, W best paths, N nodes, T the root
+and all stored paths, X flattened.
 """
 
 import math
@@ -26,12 +26,11 @@ class _Level:
 
 
 class Lattice:
-    """Search for the `num_paths` best paths among those of all lengths 1..K, merged into a tree by their prefixes.
+    """Search for the `num_paths` best paths of lengths 1 to K, which are merged into a tree by their prefixes.
 
     The score of a path is the sum of the scores of its edges (SLiM, Lin et al. 2024, eq. 3, in logarithms). Each level
     keeps the best `num_paths` paths that end in each candidate. Every prefix of a best path is among them, so the
-    result is exact. Memory grows with K · C² · num_paths. Paths with a score of minus infinity are
-    excluded.
+    result is exact. Memory grows with K · C² · num_paths. Paths with a score of minus infinity are excluded.
 
     Paths are numbered level by level after the root, which is 0. All levels write their scores and parents into two
     shared buffers, because copies would take as long as these small operations. A lattice is not thread-safe.

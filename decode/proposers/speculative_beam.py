@@ -68,7 +68,7 @@ class _Row:
         return _Beam(score, node, beam.node, (*beam.tokens, token), token in stop_ids)
 
     def look_up(self) -> None:
-        """Set the nodes of beams whose last token was run after they were created."""
+        """Set the node of each beam whose last token has been run since the beam was created."""
         for number, beam in enumerate(self.beams):
             if beam.node is None and not beam.ended:
                 self.beams[number] = beam._replace(node=self.nodes.get((beam.parent, beam.tokens[-1])))
@@ -149,7 +149,7 @@ class SpeculativeBeam(Proposer):
             row.look_up()
 
     def _best_continuations(self, row: _Row, reached: list[tuple[np.float32, int]]) -> list[_Sequence]:
-        """Return the drafter's most likely continuations of these nodes, without stop tokens."""
+        """Return the drafter's most likely continuations of the nodes `reached`, without stop tokens."""
         candidates = [
             (score + p, parent, token)
             for score, parent in reached

@@ -62,9 +62,9 @@ class _Path(NamedTuple):
 class SuffixTree(Proposer):
     """Proposer of a tree of the most likely continuations of each row, which is grown best first.
 
-    The probability of a token is the maximum of: the share of tokens after matches of this length in the row's own text
-    that were accepted so far; the share of the token among the continuations of the longest match in the datastore; and
-    its probability by a head.
+    The probability of a token is the maximum of three values: the acceptance rate so far of tokens after matches of
+    this length in the row's own text; the share of the token among the continuations of the longest match in the
+    datastore; and its probability under a head.
 
     Args:
         max_nodes: Maximum number of nodes, without the root.

@@ -147,8 +147,8 @@ class MultiCandidate(Verifier):
     """Multi-candidate speculative sampling over a tree, which tries the children of each node in turn.
 
     Source: arXiv 2401.06706, Algorithm 1 with replacement and Algorithm 2 without, where rejected tokens are also
-    removed from q. Both keep the target's distribution (appendices A and B), and both equal speculative sampling for
-    one candidate per level. Children with a False `valid_BN` are skipped.
+    removed from q. Both preserve the target's distribution (appendices A and B), and equal speculative sampling for one
+    candidate per level. Children with a False `valid_BN` are skipped.
 
     The residual of p is stored unnormalised together with its mass. Without replacement, the remaining mass of q is
     summed again, since 1 - q would cancel in float32 for a nearly certain drafter.
@@ -297,7 +297,7 @@ class SampleAndMatch(Verifier):
 
 
 class SeveralDrafters(Verifier):
-    """Verifier of one chain per drafter, which tries the candidates of the chains in turn, each against its own q.
+    """Verifier of one chain per drafter, which tries the candidates in turn, each with the q of its drafter.
 
     This is Algorithm 1 of arXiv 2401.06706 with q_m for the m-th candidate, as in SpecInfer (multi-step speculative
     sampling, arXiv 2305.09781). Only chains that contain the accepted token are tried at the next level.

@@ -20,9 +20,9 @@ def remove_token(draft_BV: Tensor, token_B1: Tensor, exists_B1: Tensor) -> tuple
 
 
 def k_seq_rho(target_BV: Tensor, draft_BV: Tensor, count_B1: Tensor) -> Tensor:
-    """Return ρ in [1, k] with 1 - (1 - β(ρ))^k = ρ β(ρ), where β(ρ) = Σ min(q, p/ρ), rounded up to 24 bits; [B, 1].
+    """Return ρ in [1, k], [B, 1], that solves 1 - (1 - β(ρ))^k = ρ β(ρ), where β(ρ) = Σ min(q, p/ρ).
 
-    p and q are the distributions of target and drafter. k is `count_B1`, the number of independent draws from q.
+    p and q are the distributions of target and drafter. k is `count_B1`, the number of draws from q. ρ has 24 bits.
     """
     bits = 2 if target_BV.device.type == "cpu" else 6  # bits per iteration; kernel launches dominate on GPUs
     part_M = torch.arange(1, 1 << bits, dtype=target_BV.dtype, device=target_BV.device)

@@ -1,6 +1,6 @@
 """State folder of a training run: `fit.json`, `log.jsonl` and `checkpoints/step-000100/`.
 
-A checkpoint holds `model.safetensors` and `optimizer.bin` of the bare, unsharded module, so that runs with any number
+A checkpoint has `model.safetensors` and `optimizer.bin` of the bare, unsharded module, so that runs with any number
 of processes and any kind of parallelism can resume from it. It is written under a temporary name, synced and renamed;
 `checkpoint.json` lists its files with size and SHA-256.
 """

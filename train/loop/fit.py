@@ -46,7 +46,7 @@ def fit(
     The blocks and random numbers of a step depend on seed and step only, so that a resumed run repeats the losses.
 
     Raises:
-        ValueError: The global batch cannot be split, or the state folder holds a run with other settings.
+        ValueError: The global batch cannot be split, or the state folder belongs to a run with other settings.
         TrainingError: A loss or gradient is not finite or too large, or memory ran out.
         Interrupted: A process received SIGINT or SIGTERM. The state was saved.
         OSError: A checkpoint could not be written. Older ones are unchanged.

@@ -153,7 +153,7 @@ def to_events(targets: Targets, logits_RV: Tensor) -> tuple[Tensor, Tensor | Non
 
 
 def scatter_grad(grad_RF: Tensor, ids_RK: Tensor, rest_RV: Tensor) -> Tensor:
-    """Convert the gradient of the events of `to_top_k_events` to that of all logits. Overwrites `rest_RV`."""
+    """Convert the gradient of the scores of `to_top_k_events` to that of all logits. Overwrites `rest_RV`."""
     known = ids_RK.shape[1]
     if grad_RF.shape[1] > known:
         rest_RV.mul_(grad_RF[:, known:])
@@ -171,7 +171,7 @@ def divide_by_temperature(logits_RV: Tensor, temperature: float) -> Tensor:
 
 
 def product_type(values: Tensor) -> torch.dtype:
-    """Return the dtype of matrix products of these values: that of autocast if it is enabled."""
+    """Return the dtype of matrix products: that of autocast if it is enabled, else that of the values."""
     kind = values.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else values.dtype
 

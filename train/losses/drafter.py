@@ -94,8 +94,8 @@ def narrow_vocabulary(
 ) -> tuple[Tensor, Tensor | None, Tensor, Teacher | None]:
     """Return the arguments of `mixture` restricted to the tokens `ids` (int64, ascending).
 
-    Other labels become −100, and the teacher becomes its distribution conditional on these tokens. A drafter that
-    learns it also has the largest overlap with the full distribution that is possible with these tokens.
+    Labels of other tokens become −100, and the teacher's distribution becomes conditional on these tokens. A drafter
+    that matches this distribution also has the maximum possible overlap with the full distribution.
 
     Raises ValueError if a sparse teacher has more tokens than `ids`.
     """
@@ -114,8 +114,7 @@ def map_labels(ids: Tensor, vocab: int, labels: Tensor) -> Tensor:
 def restrict_teacher(ids: Tensor, vocab: int, teacher: Teacher) -> Teacher:
     """Return a teacher's distribution conditional on the tokens `ids` of the vocabulary.
 
-    Other tokens of a sparse teacher are replaced by unused ones of `ids`, with equal shares of the remaining
-    probability.
+    Other tokens of a sparse teacher are replaced by unused tokens of `ids`, which share the remaining probability.
     """
     if isinstance(teacher, DenseTeacher):
         return DenseTeacher(*select_tokens(ids, teacher.hidden_XE, teacher.weight_VE))
@@ -191,7 +190,7 @@ def _blocks_of_logits(
 
 @dataclass(frozen=True, slots=True)
 class LabelHits:
-    """Sums over positions with a label: cross-entropy (nats), labels in the top 1 and top 5 tokens, positions."""
+    """Sums over positions with a label: cross-entropy (nats), labels in the top 1 and in the top 5, and positions."""
 
     loss: Tensor
     top1: Tensor
@@ -220,7 +219,7 @@ def label_hits(
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """Sums over positions with a label.
+    """Sums of agreement metrics over positions with a label.
 
     `overlap` is Σ_v min(p(v), q(v)), the probability that a draft token is accepted (Leviathan et al. 2023, arXiv
     2211.17192, lemma 3.3; an upper bound for a `SparseTeacher`). `top1` counts equal top tokens, `top5` sums the shares

@@ -144,8 +144,8 @@ class Ramp:
 def parse_weights(weights: Mapping[str, float | Sequence[float]]) -> dict[str, Ramp]:
     """Parse weights of objectives: a number, [start, end], or [from, to, share of the run at which `to` is reached].
 
-    Raises ValueError: there is no objective or an unknown one, a weight is invalid or always 0, or all weights are 0 at
-    the start or the end.
+    Raises ValueError if there is no objective or an unknown one, a weight is invalid or always 0, or all weights are 0
+    at the start or the end.
     """
     known = ", ".join(OBJECTIVES)
     if not weights:

@@ -136,7 +136,7 @@ class Stepper:
         return self._accelerator.scaler is not None
 
     def backward(self, loss: Tensor) -> None:
-        """Add the gradient of `loss` ÷ micro steps. The last pass of a step averages over the processes."""
+        """Accumulate the gradient of `loss` ÷ micro steps. The last call of a step averages over the processes."""
         if self._engine is None:
             self._accelerator.backward(loss)
             return
@@ -145,7 +145,7 @@ class Stepper:
         self._engine.backward(loss)
 
     def norm(self) -> float:
-        """Return the gradient norm before clipping (infinite or NaN if an element is). Clips except under DeepSpeed."""
+        """Return the gradient norm before clipping, which may be infinite or NaN. Clip except under DeepSpeed."""
         if self._engine is None:
             return float(torch.as_tensor(self._accelerator.clip_grad_norm_(self._parameters, self._clip_norm)))
         zero = self._engine.optimizer

@@ -13,9 +13,9 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def gather_state(accelerator: Any, module: nn.Module) -> dict[str, Tensor] | None:
-    """Return a prepared `module`'s weights and buffers on the CPU by their bare names; None outside the main process.
+    """Gather the weights and buffers of a prepared `module` on the CPU. Returns None outside the main process.
 
-    Trained weights are float32, and tied weights are one tensor. All processes must call this.
+    Names are unwrapped, trained weights are float32, and tied weights are one tensor. All processes must call this.
     """
     bare = accelerator.unwrap_model(module)
     copies: dict[int, Tensor | None] = {}
@@ -63,7 +63,7 @@ def unshard(accelerator: Any, module: nn.Module) -> None:
 
 
 def gather_optimizer(accelerator: Any, groups: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """Return AdamW's state as the `state_dict` of the unsharded optimizer; None outside the main process.
+    """Gather AdamW's state as a `state_dict` of the unsharded optimizer. Returns None outside the main process.
 
     `groups` are the parameter groups before `prepare`. All processes must call this.
     """
@@ -113,7 +113,7 @@ def _set_tensor(accelerator: Any, tensor: Tensor, value: Tensor) -> None:
 
 
 def _set_master(parameter: Any, value: Tensor, key: str | None) -> None:
-    """Write this process's part of the float32 weights (`key` None) or of one of AdamW's moments."""
+    """Write this process's shard of a float32 weight (if `key` is None) or of one of its AdamW moments."""
     from deepspeed import utils
 
     if not hasattr(parameter, "ds_id"):
@@ -158,7 +158,7 @@ def _link_moments(engine: Any) -> None:
 
 
 def _partitions(engine: Any) -> list[Tensor]:
-    """Return this process's float32 weights, one flat tensor per group, which are the torch optimizer's parameters."""
+    """Return this process's shards of the float32 weights, one flat tensor for each parameter group."""
     zero = engine.optimizer
     stage3 = engine.zero_optimization_stage() == 3
     return list(zero.fp32_partitioned_groups_flat if stage3 else zero.single_partition_of_fp32_groups)

@@ -42,7 +42,7 @@ class PairCounter(AbstractContextManager["PairCounter"]):
         memory_mb: Mebibytes for counts and for sorting. More memory means fewer and larger runs.
         threads: Number of background threads.
 
-    Raises ValueError: the folder belongs to another vocabulary, is damaged, or is in use by another process.
+    Raises ValueError if the folder belongs to another vocabulary, is damaged, or is in use by another process.
     """
 
     def __init__(self, vocab_size: int, folder: Path, memory_mb: float = 512, threads: int = 2) -> None:
@@ -103,7 +103,7 @@ class PairCounter(AbstractContextManager["PairCounter"]):
             worker.spilled = []
 
     def close(self) -> None:
-        """Stop the background threads without spilling. Spilled counts are kept."""
+        """Stop the background threads. Counts that were not written to disk are lost."""
         for worker in self._workers:
             worker.close()
         self._lock.close()

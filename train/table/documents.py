@@ -25,7 +25,7 @@ def token_documents(
     pairs: str = "documents",
     last_turn_only: bool = False,
 ) -> Iterator[list[np.ndarray]]:
-    """Yield the documents of each conversation: token ids int32 [T] whose adjacent tokens are pairs.
+    """Yield the documents of each conversation as token ids, int32 [T], for counting pairs of adjacent tokens.
 
     Args:
         conversations: Conversations to count.
@@ -35,7 +35,7 @@ def token_documents(
             supervised span with the token before it.
         last_turn_only: Supervise the last answer only.
 
-    Raises ValueError: the turns of a conversation are not [system], user, assistant, …
+    Raises ValueError if the turns of a conversation are not [system], user, assistant, …
     """
     if pairs == "documents":  # the default system prompt would distort the counts
         template = replace(template, start=template.next)
@@ -52,8 +52,8 @@ def pack_documents(
 ) -> Iterator[tuple[np.ndarray, np.ndarray, int]]:
     """Concatenate the documents of conversations, numbered from `first`, into batches for `PairCounter.add`.
 
-    A batch takes a small part of `memory_mb`: tokens int32 [T], starts of the documents int64 [D], and the number of
-    the first conversation after the batch.
+    Yields tokens int32 [T], starts of the documents int64 [D], and the number of the first conversation after the
+    batch. A batch takes a small part of `memory_mb`.
     """
     tokens = max(1, min(_TOKENS_AT_A_TIME, int(_TOKENS_PER_MB * memory_mb)))
     parts: list[np.ndarray] = []

@@ -28,7 +28,7 @@ _CHUNK_OF_RUN = 1 << 11
 
 @dataclass(frozen=True)
 class FileArray:
-    """One-dimensional array in a file. Slices are read, because pages of a mapped file would count as used memory."""
+    """One-dimensional array in a file. It is not memory-mapped, because mapped pages count as used memory."""
 
     path: Path
     dtype: np.dtype[Any]
@@ -70,7 +70,7 @@ def _open_run(path: Path, vocab_size: int) -> tuple[FileArray, FileArray]:
 
 
 def read_index(folder: Path, vocab_size: int) -> dict[str, Any]:
-    """Return a folder's index, empty if nothing was spilled.
+    """Return the index of a folder, or an empty index if no run was written.
 
     Raises ValueError if the index or a run is damaged or belongs to another vocabulary.
     """

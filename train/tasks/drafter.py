@@ -119,7 +119,7 @@ class DrafterTask(Task):
     `on_policy`, a share of the responses is sampled from the drafter. Evaluations use `evaluate_blocks` blocks of
     `heldout` (None: all), compare with `eval_teacher`, and add the metrics that `evaluate_fn` returns for the model.
 
-    Raises ValueError: the weights are invalid, the vocabularies differ, or cross-entropy is combined with `on_policy`.
+    Raises ValueError if the weights are invalid, vocabularies differ, or cross-entropy is used with `on_policy`.
     """
 
     name = "drafter"
@@ -159,7 +159,7 @@ class DrafterTask(Task):
 
     @property
     def other_models(self) -> list[nn.Module]:
-        """Models in memory that are not trained."""
+        """Models that are in memory but not trained, such as teachers."""
         models = [other.model for other in self._teachers if isinstance(other, ModelTeacher)]
         return list(dict.fromkeys(models))
 

@@ -58,7 +58,7 @@ class HeadsModule(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Return weighted sums of the objective [K] and numbers of supervised positions (int64 [K]); see `Batch`.
 
-        Head k at position t learns token t + 2 + k if it is supervised and of the same document.
+        Head k at position t learns token t + 2 + k if this token is supervised and in the same document.
         """
         batch = Batch(tokens_BT, labels_BT, positions_BT, documents_BT)
         return self.heads_loss(batch, self.frozen_states(batch))
@@ -148,7 +148,7 @@ class HeadsTask(Task):
     objectives learn from the target's distribution of the same token (self-distillation, section 2.3.2). `states` is a
     cache of the target's hidden states, and `evaluate_fn` returns further metrics of the heads.
 
-    Raises ValueError: the weights are invalid, or the heads do not fit the target or the cache.
+    Raises ValueError if the weights are invalid, or the heads do not fit the target or the cache.
     """
 
     name = "heads"
@@ -181,7 +181,7 @@ class HeadsTask(Task):
 
     @property
     def other_models(self) -> list[nn.Module]:
-        """Models in memory that are not trained."""
+        """Models that are in memory but not trained, such as the target."""
         return [self.target]
 
     def move_to(self, device: torch.device) -> None:
@@ -193,7 +193,7 @@ class HeadsTask(Task):
 
     @torch.no_grad()
     def evaluate(self, module: nn.Module) -> dict[str, float]:
-        """Return held-out metrics and those of `evaluate_fn(heads)`.
+        """Return held-out metrics and the metrics of `evaluate_fn(heads)`.
 
         Each head k has `head{k}_loss` (nats per token), `head{k}_top1` and `head{k}_top5` (see `LabelHits`).
         `heldout_loss` is their weighted sum.
@@ -224,7 +224,7 @@ class HeadsTask(Task):
 class EagleModule(HeadsModule):
     """Module for EAGLE-3, whose head k is the k-th drafting step (Li et al. 2025, arXiv 2503.01840, section 3.2).
 
-    Its states [Y, S], S = G + D, are the auxiliary hidden states and the last ones of the target.
+    Its states [Y, S] concatenate the target's auxiliary and last hidden states (S = G + D).
     """
 
     heads: EagleHeads  # type: ignore[assignment]
@@ -248,7 +248,7 @@ class EagleTask(HeadsTask):
 
 
 def _check(target: Any, heads: PredictionHeads, weights: Sequence[float], states: CachedHidden | None) -> None:
-    """Raise ValueError if the heads do not fit their weights, the target or the cache of its states."""
+    """Raise ValueError if the heads do not match their loss weights, the target or the hidden-state cache."""
     if len(weights) != heads.num_heads:
         raise ValueError(f"head_weights must contain {heads.num_heads} weights, one per head, got {weights}")
     hidden, vocab = target.config.get_text_config().hidden_size, target.get_output_embeddings().weight.shape[0]

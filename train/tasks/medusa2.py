@@ -47,7 +47,7 @@ class Medusa2Module(HeadsModule):
     def forward(
         self, tokens_BT: Tensor, labels_BT: Tensor, positions_BT: Tensor, documents_BT: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return weighted sums and counts [K + 1]: those of the heads as in `HeadsModule`, then those of the target."""
+        """Return weighted sums and counts, both [K + 1]: for the heads as in `HeadsModule`, then for the target."""
         batch = Batch(tokens_BT, labels_BT, positions_BT, documents_BT)
         labels_Y = shifted_labels(labels_BT, documents_BT, 1).flatten()
         count = (labels_Y != IGNORED).sum()
@@ -85,7 +85,7 @@ class Medusa2Module(HeadsModule):
         return "base" if any(parameter is adapter for adapter in self.adapters()) else ""
 
     def rate(self, group: str) -> float:
-        """Return the learning rate factor of a group. The target's factor rises with the heads' weight."""
+        """Return the learning rate factor of a group. The target's factor rises during the warm-up."""
         if group != "base":
             return 1.0
         return self.medusa2.rate * self.medusa2.warmup_share(self.progress)

@@ -25,7 +25,7 @@ _ROWS_TOGETHER = 32  # prompts decoded in one batch
 
 @dataclass(slots=True)
 class _Draft:
-    """Prefix of a document, to which a response is sampled."""
+    """Prompt from a document, for which a response is sampled."""
 
     row: int
     number: int
@@ -89,7 +89,7 @@ def _drafts(documents: list[Document], at: int, rng: np.random.Generator, new_to
 
 
 def _groups(drafts: list[_Draft], positions: int) -> Iterator[list[_Draft]]:
-    """Yield groups of drafts to decode in one batch, whose longest prompt and response fit into `positions`."""
+    """Yield batches of prompts in which the longest prompt and the longest response fit into `positions`."""
     group: list[_Draft] = []
     for draft in drafts:
         needed = len(draft.prompt) + max(other.room for other in [*group, draft])

@@ -5,7 +5,7 @@ next token. To reduce the cost, mask tokens are dropped at random, more often fo
 all mask tokens before it are kept (conditional drop).
 
 Letters: B batch (blocks), T tokens, M mask tokens of a block, L = T + M, X = B · L flattened positions, P positions
-with a token j positions ahead, K tokens drafted per forward pass (in lists of mask tokens: K − 1).
+with a token j positions ahead, K tokens drafted per forward pass (for mask tokens: K − 1).
 """
 
 from dataclasses import dataclass
@@ -37,7 +37,7 @@ def append_mask_tokens(batch: Batch, parallel: Parallel, progress: float) -> Ext
     labels_BT = shifted_labels(batch.labels_BT, batch.documents_BT, 1)
     chance_BT = torch.stack([_chances(row_T, progress) for row_T in batch.tokens_BT.cpu()]).to(device)
     position_T, trained = torch.arange(length, device=device), list[Tensor]()
-    for number, share in enumerate(parallel.shares(), 1):  # mask token j is j places ahead and predicts the next token
+    for number, share in enumerate(parallel.shares(), 1):  # mask token j is j positions ahead, predicts the next
         documents_BP, has_label_BP = batch.documents_BT[:, :-number], labels_BT[:, number:] != IGNORED
         is_trained_BP = (documents_BP == batch.documents_BT[:, number:]) & (documents_BP != PADDING) & has_label_BP
         trained.append(F.pad(is_trained_BP, (0, number)) & (chance_BT < share))

@@ -1,6 +1,6 @@
 """On-disk cache of a target's outputs for prepared data, written file by file and read row by row.
 
-A folder holds `rows-00000.safetensors`, … with tensors [rows, …] according to the kind of cache;
+A folder has `rows-00000.safetensors`, … with tensors [rows, …] according to the kind of cache;
 `documents.safetensors` with `first_row` int64 and `check` uint64, both [documents]; and, once complete, a manifest with
 the size and SHA-256 of each file. A position has a row if one of the next `reach` tokens of its document is supervised.
 Rows are in the order of the blocks. A file's SHA-256 is checked when a run first reads rows of it.
@@ -63,7 +63,7 @@ class Source(ABC):
     size_name: ClassVar[str]
     """Manifest key of the `size` that `columns` takes."""
     reach: ClassVar[int]
-    """A position has a row if one of its next `reach` tokens is supervised. 0 stores a row for each position."""
+    """A position has a row if one of its next `reach` tokens is supervised. 0 stores a row for each token."""
     size_advice: ClassVar[str]
     """Advice on how to make the cache smaller, for error messages."""
 
@@ -222,7 +222,7 @@ SHARD_BYTES = 64 << 20  # the most that an interrupted writer loses
 _SCANNED_BLOCKS = 128
 
 MakeRows = Callable[[Batch, Tensor], Iterator[dict[str, Tensor]]]
-"""Function that maps a batch and flattened positions int64 [R] to chunks of rows, as a column dictionary each."""
+"""Function from a batch and flattened positions int64 [R] to chunks of rows, each as a dictionary of columns."""
 
 
 class CacheWriter:

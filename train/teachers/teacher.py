@@ -1,12 +1,12 @@
 """Teachers: the target itself, or on-disk caches of its most probable tokens or hidden states.
 
-The files of a hidden-state cache (`cache.RowCache`) hold `hidden` [rows, D] in bfloat16, float16 or float32. Those of a
-top-k cache hold `ids` (uint16 if the vocabulary allows, else int32) and `log_probs` (float16), both [rows, K] in
+The files of a hidden-state cache (`cache.RowCache`) have `hidden` [rows, D] in bfloat16, float16 or float32. Those of a
+top-k cache have `ids` (uint16 if the vocabulary allows, else int32) and `log_probs` (float16), both [rows, K] in
 descending order, and `log_rest` float16 [rows], the log-probability of all other tokens. Float16 changes p by at most
 2⁻¹¹ · p · |log p| ≤ 2⁻¹¹ / e = 1.8e-4, and the sum of a row by at most 2⁻¹¹ times its entropy in nats, which may exceed
 a small rest. Therefore, rows are scaled to sum to 1 − rest when they are read.
 
-Letters: B batch (blocks), T tokens, X = B · T flattened positions, R rows, C rows of a chunk, K tokens kept, D hidden
+Letters: B batch (blocks), T tokens, X = B · T flattened positions, R rows, C rows of a chunk, K stored tokens, D hidden
 of the target (of several layers concatenated), E hidden of the target, V vocabulary.
 """
 
@@ -35,7 +35,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 
 @dataclass(frozen=True)
 class HiddenSource(Source):
-    """Source of a hidden-state cache in `dtype`. `states` is that of `PackedForward`; see also `Source`.
+    """Source of a hidden-state cache in `dtype`, with the `states` of `PackedForward`; see `Source`.
 
     `target_dtype` is the dtype of the target. States of inner layers are stored for every token, since heads attend to
     them.
@@ -91,7 +91,7 @@ class CacheSource(Source):
         return partial(top_rows, teacher, self.top_k), teacher.vocab_size
 
     def columns(self, size: int) -> dict[str, Column]:
-        """Return `ids`, `log_probs` and `log_rest` for `size` tokens. Raises ValueError if `top_k` exceeds them."""
+        """Return the columns of a cache for a vocabulary of `size`. Raises ValueError if `top_k` exceeds `size`."""
         if not 1 <= self.top_k <= size:
             raise ValueError(f"top_k must be between 1 and {size}, the target's vocabulary size, got {self.top_k}")
         ids = Column((self.top_k,), torch.uint16 if token_dtype(size).itemsize == 2 else torch.int32)
