@@ -1,4 +1,4 @@
-"""Run the code blocks of README, the tutorials and other pages in a folder with tiny stand-ins for the models.
+"""Run the code blocks of README and the tutorials in a folder with tiny stand-ins for the models.
 
 A page's blocks run in order as one script: `bash` and `python` run, and `yaml title="FILE"` writes a file. A comment
 `<!-- test` with a YAML mapping names the replacements for the page's blocks, and `<!-- test slow` marks the page slow.
@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 COMMENT = re.compile(r"^<!-- test( slow)?\n(.*?)^-->$", re.MULTILINE | re.DOTALL)
 BLOCK = re.compile(r'^( *)```(?:(bash|python)|yaml title="(.+?)")\n(.*?)^\1```$', re.MULTILINE | re.DOTALL)
 OPENING = re.compile(r"^ *```(?:bash|sh|shell|python|yaml title)", re.MULTILINE)
-PAGES = [ROOT / "README.md", ROOT / "docs" / "getting-started.md", *sorted((ROOT / "docs" / "tutorials").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs" / "tutorials").glob("*.md"))]
 
 
 def script_of(page: str) -> str:
