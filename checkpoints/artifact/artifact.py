@@ -67,7 +67,7 @@ def save_artifact(
         (unfinished / CARD_FILE).write_text(card, encoding="utf-8")
         manifest = replace(manifest, files=_hash_all(unfinished))
         (unfinished / MANIFEST_FILE).write_text(manifest.to_json(), encoding="utf-8")
-        check_replaceable(out)  # again: writing may have taken minutes
+        check_replaceable(out)  # checked again, because writing may take minutes
     return manifest
 
 

@@ -55,7 +55,7 @@ def model_card(manifest: Manifest, name: str, evidence: Evidence | None = None) 
         "datasets": [line(each) for each in known.datasets],
         "tags": ["speculative-decoding", "draftsmith", *tags],
     }
-    head = {key: value for key, value in head.items() if value}  # single lines, so that no value can end the block
+    head = {key: value for key, value in head.items() if value}  # single lines, so that no value ends the block
     template = environment(Path(__file__).parent).get_template("card.md.j2")
     return template.render(
         manifest=manifest,

@@ -48,8 +48,8 @@ def resolve(location: str | Path, kind: str | None = None, revision: str | None 
 def model_source(location: str, *, weights: bool = True) -> str:
     """Return the path or hub id to pass to `from_pretrained`. The result is cached per process.
 
-    GGUF files are converted. `user/name@revision` is downloaded, with `weights=False` only its configuration and
-    tokenizer. An artifact on the hub is downloaded and verified. Any other hub id is returned unchanged.
+    GGUF files are converted. Artifacts on the hub and repositories with a revision (`user/name@revision`) are
+    downloaded, the latter without weights if `weights` is False. Any other hub id is returned unchanged.
 
     Raises ValueError as `resolve` does, and for a path that does not exist.
     """

@@ -117,7 +117,7 @@ def _weights(folder: Path) -> list[Path]:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """Return the safetensors files that transformers loads. Raises ValueError if any of them is missing."""
+    """Return the safetensors files that transformers loads. Raises ValueError if there are none or one is missing."""
     whole, index = (directory / name for name in WHOLE_FILES)
     if whole.is_file():
         return [whole]

@@ -17,7 +17,7 @@ from .target import load_tokenizer
 
 
 def eagle_of(source: Source) -> EagleHeads:
-    """Load an artifact's EAGLE-3 heads. Raises ValueError if it contains other heads or incomplete ones."""
+    """Load an artifact's EAGLE-3 heads. Raises ValueError if the heads are incomplete or of another type."""
     if not is_eagle(source.folder):
         raise ValueError(f"{source.folder} contains Medusa heads, not EAGLE-3 heads: export them with --to medusa")
     heads = load_eagle(source.folder)

@@ -1,6 +1,6 @@
 """Export of a bigram table as a drafter for vLLM (method `custom_class`).
 
-llama.cpp's n-gram cache is not a format here: it drafts a token only if it has at least 75 % of the counts in a row.
+There is no export to llama.cpp, whose n-gram cache drafts a token only if it has at least 75 % of a row's counts.
 """
 
 import shutil

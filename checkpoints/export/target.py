@@ -1,4 +1,4 @@
-"""Access to the target of an export: its configuration, vocabulary, tokenizer and output projection.
+"""Loading and comparison of an export's target: configuration, vocabulary, tokenizer and output projection.
 
 Shape letters: V vocabulary, D hidden size.
 """
@@ -46,7 +46,7 @@ def load_tokenizer(source: str) -> Any:
 
 
 def compare_tokenizers(artifact: Path, folder: Path) -> list[str]:
-    """Compare the tokenizers in two folders, and return a line that describes the check; empty without a tokenizer.
+    """Compare the tokenizers in two folders, and return a line that describes the check, or [] if there are none.
 
     Raises ValueError if they differ.
     """

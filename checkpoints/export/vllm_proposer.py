@@ -1,4 +1,4 @@
-"""Bigram drafter for vLLM's method `custom_class`, which extends each request by the most probable successors.
+"""Bigram drafter for vLLM's method `custom_class`, which drafts the most probable next token repeatedly.
 
 vLLM imports a copy of this self-contained file from an exported table, which also contains `successors.npy`.
 

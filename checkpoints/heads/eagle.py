@@ -157,7 +157,7 @@ class EagleHeads(nn.Module):
         return self._attached[1]
 
     def attach(self, embedding_VD: Tensor, lm_head_VD: Tensor) -> Self:
-        """Share the target's embeddings and, unless `own_head` is set, its output projection, but not as parameters."""
+        """Attach the target's embeddings and, if `own_head` is None, its output projection. They are not parameters."""
         expected = [self.vocab_size, self.hidden_size]
         for name, weight in (("embeddings", embedding_VD), ("output projection", lm_head_VD)):
             if list(weight.shape) != expected:
@@ -262,7 +262,7 @@ def _attend_beside(
 def save_eagle(heads: EagleHeads, directory: Path) -> None:
     """Write `model.safetensors` and `config.json` in the format of serving engines.
 
-    The layer is named `midlayer`. Layer ids follow both conventions in use. Draft tokens are stored as offsets (`d2t`).
+    The layer is named `midlayer`, layer ids are stored for vLLM and for SGLang, and draft tokens as offsets (`d2t`).
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)

@@ -71,7 +71,7 @@ def load_heads(
     lm_head: Tensor | None = None,
     unpickle: bool = False,
 ) -> PredictionHeads:
-    """Load heads in evaluation mode from any layout that `read_heads` supports. Raises the same errors.
+    """Load heads in evaluation mode from any supported layout. Raises ValueError as `read_heads` does.
 
     Sizes are taken from the tensors, with a warning if the config contradicts them. `lm_head` [V, D] is the target's
     output projection for heads that share it. It can also be attached later.

@@ -212,7 +212,7 @@ def read_pickled(path: Path) -> dict[str, Tensor]:
     for name, tensor in loaded.items():
         if not isinstance(name, str) or not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
             raise ValueError(f"{path}: {name!r} is a {type(tensor).__name__}, expected a dense tensor")
-    # copied, because names may share memory, which is mapped from the file
+    # copied, because tensors may share memory that is mapped from the file
     return {name: tensor.detach().clone(memory_format=torch.contiguous_format) for name, tensor in loaded.items()}
 
 

@@ -75,7 +75,7 @@ class PredictionHeads(nn.Module):
         projection: "own", a matrix [V, D] per head; "low-rank", `{k}.{L}.up.weight` [V, R] and `{k}.{L}.down.weight`
             [R, D]; "target", the target's projection (FasterDecoding's version 2), set by `attach`.
         rank: Rank R of low-rank heads, else 0.
-        states: Hidden states of the target that the heads read: "after-norm" or "before-norm".
+        states: Hidden states of the target that are the input of the heads: "after-norm" or "before-norm".
         scale: Factor that the hidden states are multiplied by, since pre-norm hidden states can be large.
         proposed: Token ids of the draft vocabulary, int64 [P], ascending, stored as `d2t`; needs projection "target".
             None for all tokens.
@@ -260,7 +260,7 @@ class PredictionHeads(nn.Module):
         return self.shape(products_XP)
 
     def multiply_by(self, product: Callable[[Tensor], Callable[[Tensor], Tensor]]) -> None:
-        """Use the function `product(weight)`, from [X, D] to [X, V], for the shared projection in inference."""
+        """Set a custom product with the shared projection for inference: `product(weight)` maps [X, D] to [X, V]."""
         if self.projection_kind == "target" and (self._product is None or self._product[0] != self._projection_state()):
             self._product = self._projection_state(), product(self.projection(0))
 

@@ -40,7 +40,7 @@ class Plan:
     parent: str | None
     """Latest commit of the main branch; None if the repository does not exist yet."""
     files: dict[str, CommitOperationAdd]
-    """Upload operation of each file, by path."""
+    """Mapping from path to upload operation, for all files of the artifact."""
     deleted: tuple[str, ...]
     """Files to delete from the repository, because the artifact does not contain them."""
 

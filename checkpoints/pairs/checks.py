@@ -274,7 +274,7 @@ def _check_chat_template(target: ModelInfo, drafter: ModelInfo) -> Iterator[Find
 
 
 def _check_context(target: ModelInfo, drafter: ModelInfo) -> Iterator[Finding]:
-    """Compare context lengths, including limits of this engine such as unsupported sliding windows."""
+    """Compare context lengths, including limits of draftsmith such as unsupported sliding windows."""
     effects = dict[str, Effect]()
     if _is_shorter(drafter.positions, target.positions):
         reason = f"texts longer than the drafter's {drafter.positions:,} positions are rejected or drafted poorly"

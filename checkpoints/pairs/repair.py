@@ -125,8 +125,8 @@ def _move_rows(model: Any, rows: Sequence[int | None], used: Sequence[int]) -> N
 def arrange_rows(old_VX: Tensor, rows: Sequence[int | None], used: Sequence[int]) -> Tensor:
     """Reorder the rows of a weight or bias. New rows (None) are the mean of the rows in `used`, which have a token.
 
-    In an output layer, the logit of a mean row is the mean of the other logits, so it is never the largest. (The logit
-    of a zero row would be, if all other logits were negative.) New entries of a bias [V] are `NEVER`.
+    In an output layer, the logit of a mean row is the mean of the other logits, so it is never the largest. A zero row
+    would have the largest logit if all others were negative. New entries of a bias [V] are `NEVER`.
     """
     is_bias = old_VX.dim() == 1
     added = old_VX.new_tensor(NEVER) if is_bias else old_VX[torch.tensor(used)].double().mean(0).to(old_VX.dtype)

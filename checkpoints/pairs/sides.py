@@ -145,7 +145,7 @@ class ModelInfo:
     """Number of rows of the output projection in the weights; None if unknown."""
     manifest: Manifest | None
     weights_fault: str = ""
-    """Reason why this engine cannot load the weights; empty if it can."""
+    """Reason why draftsmith cannot load the weights; empty if it can."""
 
     @property
     def vocab_size(self) -> int:
@@ -169,7 +169,7 @@ class ModelInfo:
 
     @property
     def limit(self) -> int | None:
-        """Maximum number of tokens that this engine supports; None for no limit."""
+        """Maximum number of tokens that draftsmith supports; None for no limit."""
         return position_limit(self.config)
 
 
@@ -215,7 +215,7 @@ def _rows(config: Any, shapes: dict[str, tuple[int, ...]]) -> tuple[int | None, 
     """Return the numbers of stored rows of the token embedding and the output projection; None if unknown."""
     try:
         model = meta_model(config)
-    except (ValueError, ImportError):  # model unknown to this transformers, or a missing kernel
+    except (ValueError, ImportError):  # model type unknown to transformers, or a missing kernel
         return None, None
     embedding, head, _ = names_of_embeddings(model)
     names = (embedding, embedding.removeprefix(f"{model.base_model_prefix}."))

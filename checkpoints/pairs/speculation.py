@@ -11,7 +11,7 @@ from ..storage.safe_read import read_json
 from ..verify.model_files import load_config
 
 SPECULATIVE_TOKENS = 4
-"""Default number of draft tokens per step, also for the methods of this engine."""
+"""Default number of draft tokens per step."""
 
 
 def speculation(tokens: int = SPECULATIVE_TOKENS) -> dict[str, Any]:

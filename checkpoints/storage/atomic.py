@@ -18,9 +18,9 @@ _UNFINISHED = re.compile(r"(\.(?P<name>.+)\.\d+-[0-9a-f]{8})\.(old|saving|saving
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[IO[bytes]]:
-    """Open a file for writing that atomically replaces `path` when the block ends, and is discarded on errors.
+    """Open a temporary file that atomically replaces `path` when the block ends. It is discarded on errors.
 
-    Its folder is created, and leftovers of interrupted writers there are removed. Errors name the file.
+    The parent folder is created, and temporary files of interrupted writers are removed. Errors name the file.
     """
     check_writable(path)
     with _temporary_path(path) as unfinished, name_errors(path):
@@ -32,15 +32,15 @@ def atomic_file(path: Path) -> Iterator[IO[bytes]]:
 
 
 def atomic_text(path: Path, text: str) -> None:
-    """Write a UTF-8 file as `atomic_file` does."""
+    """Write a UTF-8 text file atomically, as `atomic_file` does."""
     with atomic_file(path) as out:
         out.write(text.encode())
 
 
 def check_writable(path: Path, *, folder: bool = False) -> None:
-    """Check, before long work, that a file or folder can be written at a path, without creating it.
+    """Check that a file or folder can be written at a path, without creating it. Call it before long computations.
 
-    Raises ValueError: the path is a device, a FIFO, a link to no folder or of the other kind, or not writable.
+    Raises ValueError if the path is not writable, or exists and is not a regular file (with `folder`: a directory).
     """
     if os.path.lexists(path) and not (path.is_dir() if folder else path.is_file() and not path.is_symlink()):
         kind = "directory" if folder else "regular file"
@@ -55,12 +55,12 @@ def check_writable(path: Path, *, folder: bool = False) -> None:
 
 @contextmanager
 def atomic_dir(out: Path) -> Iterator[Path]:
-    """Open an empty folder for writing that replaces `out` when the block ends, and is discarded on errors.
+    """Create a temporary folder that replaces `out` when the block ends. It is discarded on errors.
 
-    The old folder is renamed first. Leftovers of interrupted writers are removed or restored. With concurrent writers,
-    the last one wins.
+    The old folder is renamed first. Temporary folders of interrupted writers are removed, and folders that they had
+    renamed are restored. If several processes write to `out`, the last one takes effect.
     """
-    out = out.resolve()  # a link to a folder stays a link
+    out = out.resolve()  # so that a link to a folder is not replaced
     with _temporary_path(out) as unfinished:
         unfinished.mkdir()
         yield unfinished
@@ -74,11 +74,11 @@ def atomic_dir(out: Path) -> Iterator[Path]:
 
 @contextmanager
 def _temporary_path(path: Path) -> Iterator[Path]:
-    """Yield a temporary name next to `path`, locked during the block; what was written there is removed at the end."""
+    """Yield a temporary path next to `path`, which is locked during the block and removed at the end."""
     path.parent.mkdir(parents=True, exist_ok=True)
     _clear_leftovers(path.parent)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.saving")
-    with locked(unfinished, wait=True):  # other processes hold it briefly to check
+    with locked(unfinished, wait=True):  # other processes may hold the lock briefly in `_clear_leftovers`
         try:
             yield unfinished
         finally:
@@ -101,12 +101,12 @@ def _put_in_place(new: Path, out: Path) -> None:
 
 
 def _clear_leftovers(folder: Path) -> None:
-    """Remove leftovers of interrupted writers in a folder, and restore what they had renamed."""
+    """Remove temporary files of interrupted writers in a folder, and restore folders that they had renamed."""
     with suppress(OSError):
         for name in os.listdir(folder):
             if match := _UNFINISHED.fullmatch(name):
                 with suppress(ValueError, OSError), locked(folder / f"{match[1]}.saving") as is_certain:
-                    if is_certain:  # otherwise it may be in use
+                    if is_certain:  # without the lock, it may be in use
                         _clear(folder / name, folder / match["name"])
 
 
@@ -129,7 +129,7 @@ def remove(path: Path) -> None:
 
 @contextmanager
 def _lock_folder(folder: Path) -> Iterator[None]:
-    """Lock a folder, if the file system has locks; they are released when a process ends."""
+    """Lock a folder, if the file system supports locks. The lock is released when the process ends."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         with suppress(OSError):
@@ -155,7 +155,7 @@ def finish_file(out: IO[bytes]) -> None:
 
 
 def append_line(file: IO[bytes], line: bytes) -> None:
-    """Write a line to the end of an unbuffered file, or nothing of it if the disk is full."""
+    """Append a line to an unbuffered file. If the disk is full, the partial line is removed and the error is raised."""
     start = file.seek(0, os.SEEK_END)
     rest = line + b"\n"
     try:
@@ -168,7 +168,7 @@ def append_line(file: IO[bytes], line: bytes) -> None:
 
 @contextmanager
 def name_errors(path: Path) -> Iterator[None]:
-    """Add the file name to errors of writing, which lack it."""
+    """Add the file name to OSErrors that lack it."""
     try:
         yield
     except OSError as error:

@@ -8,10 +8,10 @@ from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 
-_DATE = "2024-07-26"  # default of Llama 3's template; the current date would make results change
+_DATE = "2024-07-26"  # default of Llama 3's template; the current date would make results irreproducible
 _TODAY = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
 _FAULTS = (ValueError, TypeError, ArithmeticError, LookupError, AttributeError, RecursionError)
-_MAX_BYTES = 2 << 30  # of memory that rendering may add
+_MAX_BYTES = 2 << 30  # maximum additional memory for rendering
 
 
 def render_chat(
@@ -27,11 +27,11 @@ def render_chat(
     Args:
         tokenizer: Tokenizer with a chat template.
         messages: Messages with `role` and `content`.
-        prompt: End with the prefix of the next answer.
+        prompt: Append the prefix of the next assistant message (`add_generation_prompt`).
         tools: Tools that may be called.
-        options: Variables of the template, such as `enable_thinking`; `date` (default: 2024-07-26) is its current date.
+        options: Template variables, such as `enable_thinking`. `date` sets the current date (default: 2024-07-26).
 
-    Raises ValueError: the template fails.
+    Raises ValueError if the template fails.
     """
     from jinja2 import TemplateError
 

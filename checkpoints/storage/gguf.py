@@ -1,8 +1,8 @@
-"""Conversion of a GGUF file to a model folder: configuration, dequantised safetensors, tokenizer, chat template.
+"""Conversion of GGUF files to model folders with configuration, dequantised safetensors weights and tokenizer.
 
-transformers reads the configuration and the tokenizer, and names the tensors, which are written one at a time. One of
-its results is corrected: byte-level BPE with an unknown pre-tokenizer (`tokenizer.ggml.pre`) falls back to GPT-2's,
-which changes ids.
+transformers provides configuration, tokenizer and tensor names. Tensors are written one at a time. The pre-tokenizer
+of byte-level BPE tokenizers is set here, because transformers replaces unknown pre-tokenizers
+(`tokenizer.ggml.pre`) by GPT-2's, which changes token ids.
 """
 
 import hashlib
@@ -22,26 +22,26 @@ from .messages import did_you_mean, first_line, install_hint
 SUFFIX = ".gguf"
 PACKAGE = "package:"
 Progress = Callable[[int, int], None]
-"""Called with how many tensors are written, and of how many."""
+"""Callback with the number of tensors written and the total number."""
 _SAFETENSORS = {"torch.float32": "F32", "torch.bfloat16": "BF16", "torch.float16": "F16"}
 _AT_ONCE = 1 << 18
-"""Numbers that are dequantised at a time, which stay in a processor's cache."""
+"""Number of values that are dequantised at a time, chosen to fit the CPU cache."""
 _TOKENIZER = {"model": "tokenizer.ggml.model", "pre": "tokenizer.ggml.pre"}
 _GPT2 = {"default", "gpt-2", "gpt2", "phi-2", "mpt", "olmo", "jais", "trillion", "granite-docling", "exaone4"}
-"""Names of pre-tokenizers equal to GPT-2's, which transformers falls back to (llama.cpp, `llama-vocab.cpp`)."""
+"""Names of pre-tokenizers that are equal to GPT-2's (llama.cpp, `llama-vocab.cpp`)."""
 _SINGLE_DIGITS = {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"}
-"""Names of the same pre-tokenizer with each digit split."""
+"""Names of pre-tokenizers that are equal to GPT-2's, except that each digit is a separate token."""
 
 
 def is_gguf(location: str | Path) -> bool:
-    """Check if a name is that of a GGUF file."""
+    """Check if a path or name ends with `.gguf`."""
     return str(location).endswith(SUFFIX)
 
 
 def gguf_file(location: str | Path) -> Path:
-    """Return the GGUF file at a path or at `package:NAME/FILE.gguf` in a Python package.
+    """Resolve the location of a GGUF file: a path, or `package:NAME/FILE.gguf` for a file in a Python package.
 
-    Raises ValueError if missing.
+    Raises ValueError if the package or the file is missing.
     """
     if str(location).startswith(PACKAGE):
         package, _, name = str(location).removeprefix(PACKAGE).partition("/")
@@ -56,7 +56,7 @@ def gguf_file(location: str | Path) -> Path:
 
 
 def gguf_folder(location: str | Path) -> Path:
-    """Return the model folder of a GGUF file, converted once into the user's cache, by path, size and time of change.
+    """Convert a GGUF file to a model folder in the user's cache, unless it is cached already, and return the folder.
 
     Raises ValueError as `gguf_file` and `convert_gguf` do.
     """
@@ -72,7 +72,7 @@ def gguf_folder(location: str | Path) -> Path:
 
 
 def read_gguf(file: Path) -> Any:
-    """Open a GGUF file with the reader of the package `gguf`. Raises ValueError if that is not possible."""
+    """Open a GGUF file with the reader of the package `gguf`. Raises ValueError if that fails."""
     try:
         from gguf import GGUFReader
     except ImportError as error:
@@ -90,13 +90,13 @@ def read_gguf(file: Path) -> Any:
 
 
 def convert_gguf(file: Path, folder: Path, dtype: str = "auto", progress: Progress | None = None) -> None:
-    """Write the model of a GGUF file to a folder, tensor by tensor.
+    """Convert a GGUF file to a model folder, one tensor at a time.
 
     Args:
         file: GGUF file.
         folder: Output folder.
-        dtype: Type of the weights; auto: bfloat16 where the file is quantised or holds bfloat16, otherwise float32.
-        progress: Called with the number of tensors written and the total.
+        dtype: Dtype of the weights. "auto" is bfloat16 for quantised or bfloat16 files, otherwise float32.
+        progress: Callback with the number of tensors written and the total number.
 
     Raises:
         ValueError: The file cannot be read, or transformers does not support the model or its pre-tokenizer.
@@ -125,7 +125,7 @@ def convert_gguf(file: Path, folder: Path, dtype: str = "auto", progress: Progre
         processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=settings)
         if names := _names_of(reader, model, processor):
             _stream(reader, model, names, processor, folder / "model.safetensors", progress)
-        else:  # a mixture of experts: several tensors of the file are one of the model
+        else:  # mixture of experts: several tensors of the file form one tensor of the model
             options |= {"dtype": model.dtype, "output_loading_info": True}
             loaded, report = AutoModelForCausalLM.from_pretrained(file.parent, **options)
             if report["missing_keys"]:
@@ -145,7 +145,7 @@ def convert_gguf(file: Path, folder: Path, dtype: str = "auto", progress: Progre
 
 @contextmanager
 def _reuse_reader(reader: Any) -> Iterator[None]:
-    """Make transformers reuse a parsed file, which it would otherwise parse several times, in ten seconds each."""
+    """Make transformers reuse a parsed file. It would otherwise parse the file several times, in about 10 s each."""
     import gguf
 
     original = gguf.GGUFReader
@@ -157,13 +157,13 @@ def _reuse_reader(reader: Any) -> Iterator[None]:
 
 
 def _dtype_of(reader: Any) -> str:
-    """Return the type that holds a file's matrices: bfloat16 where they are that, or quantised."""
+    """Return the dtype to convert to: float32 if all matrices are float16, float32 or float64, otherwise bfloat16."""
     kinds = {tensor.tensor_type.name for tensor in reader.tensors if len(tensor.shape) > 1}
     return "float32" if kinds <= {"F64", "F32", "F16"} else "bfloat16"
 
 
 def _names_of(reader: Any, model: Any, processor: Any) -> dict[str, str]:
-    """Return the model's names of a file's tensors by the file's; empty where the model has others."""
+    """Map GGUF tensor names to the model's tensor names; empty if some tensors have no counterpart."""
     from transformers.modeling_gguf_pytorch_utils import get_gguf_hf_weights_map
 
     try:
@@ -177,7 +177,7 @@ def _names_of(reader: Any, model: Any, processor: Any) -> dict[str, str]:
 def _stream(
     reader: Any, model: Any, names: dict[str, str], processor: Any, path: Path, progress: Progress | None
 ) -> None:
-    """Write a file's tensors, dequantised, to a safetensors file, one at a time."""
+    """Dequantise the tensors of a file one at a time, and write them to a safetensors file."""
     import torch
 
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -206,7 +206,7 @@ def _stream(
 
 
 def _dequantise(tensor: Any) -> Any:
-    """Return a tensor of a file in float32, some rows at a time: whole ones take several times their memory."""
+    """Dequantise a tensor to float32 in blocks of rows, which limits the memory for intermediate results."""
     from gguf.quants import dequantize
 
     rows = tensor.data.reshape(-1, tensor.data.shape[-1])
@@ -218,7 +218,7 @@ def _dequantise(tensor: Any) -> Any:
 
 
 def _set_splitting(backend: Any, name: str, file: Path) -> None:
-    """Set the pre-tokenizer of a byte-level BPE by its GGUF name. Raises ValueError if it is unknown."""
+    """Set the pre-tokenizer of a byte-level BPE tokenizer from its GGUF name. Raises ValueError if it is unknown."""
     from tokenizers import pre_tokenizers
     from transformers.integrations.gguf import gguf_tokenizer_mapping
 

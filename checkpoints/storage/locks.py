@@ -1,4 +1,4 @@
-"""Locks for single writers, which the system releases when the holder ends."""
+"""File locks for exclusive writers. The operating system releases a lock when its process ends."""
 
 import fcntl
 import os
@@ -26,7 +26,7 @@ os.register_at_fork(after_in_child=_release_locks)
 def sole_writer(path: Path) -> Iterator[None]:
     """Prevent other processes from writing `path` during the block; see `locked`.
 
-    Warns if the file system has no locks. Raises ValueError, naming the process, if another one holds the lock.
+    Warns if the file system does not support locks. Raises ValueError, naming the process, if another one has the lock.
     """
     with locked(path) as is_locked:
         if not is_locked:
@@ -39,11 +39,11 @@ def sole_writer(path: Path) -> Iterator[None]:
 
 @contextmanager
 def locked(path: Path, *, wait: bool = False) -> Iterator[bool]:
-    """Hold `<path>.lock`, which names the holder and is deleted at the end; yield False without file system locks.
+    """Lock `<path>.lock` during the block, and yield True, or False if the file system does not support locks.
 
-    Raises ValueError as `sole_writer` does, unless it is to `wait`. The lock is `flock`'s. Forked processes release it
-    at once, because they may outlive an interrupted holder by seconds. Over NFS it works between machines; the server
-    releases that of a lost client (version 4: after its lease, usually 90 s).
+    If another process has the lock, waits for it (`wait`) or raises ValueError as `sole_writer` does. The lock uses
+    `flock`, which also works between machines over NFS. Forked processes release it immediately, because they
+    may outlive an interrupted parent process by seconds.
     """
     file = path.with_name(f"{path.name}.lock")
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -77,7 +77,7 @@ def _open_locked(file: Path, path: Path, wait: bool) -> tuple[IO[bytes], bool]:
 
 
 def is_same_file(descriptor: int, path: Path) -> bool:
-    """Check if an opened file or folder still has this path."""
+    """Check if an open file descriptor still refers to the file or folder at `path`."""
     try:
         return os.path.samestat(os.stat(path), os.fstat(descriptor))
     except OSError:

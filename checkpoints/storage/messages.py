@@ -1,4 +1,4 @@
-"""Parts of error messages: suggestions, sizes, sanitised texts and summaries of other errors."""
+"""Helpers for error messages: suggestions, sizes, sanitised strings and summaries of exceptions."""
 
 import difflib
 import re
@@ -12,20 +12,20 @@ _HARMLESS = "\n\t\N{SOFT HYPHEN}\N{ZERO WIDTH NON-JOINER}\N{ZERO WIDTH JOINER}"
 
 
 def did_you_mean(name: str, known: Iterable[str], *, cutoff: float = 0.5) -> str:
-    """Return ` Did you mean 'x'?` with the most similar name, if its similarity is at least `cutoff`, or nothing."""
+    """Return ` Did you mean 'x'?` for the most similar known name, or an empty string if none is similar enough."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
     return f" Did you mean {close[0]!r}?" if close else ""
 
 
 def error_text(error: BaseException) -> str:
-    """Return an error's message without errno; for system errors the file and the reason."""
+    """Return an exception's message without errno; for OSErrors, the file name and the reason."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     return re.sub(r"\[Errno -?\d+\] ", "", str(error))  # in errors wrapped by libraries
 
 
 def gigabytes(size: float) -> str:
-    """Return a number of bytes in powers of ten, such as `1.50 GB`."""
+    """Format a number of bytes with a decimal unit, such as `1.50 GB`."""
     for unit, worth in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if size >= worth:
             return f"{size / worth:,.2f} {unit}"
@@ -33,13 +33,13 @@ def gigabytes(size: float) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message (and the next after a heading), or its type."""
+    """Return the first line of an exception's message (and the second after a colon), or the type if it is empty."""
     lines = [line.strip() for line in error_text(error).splitlines() if line.strip()] or [type(error).__name__]
     return " ".join(lines[: 1 + lines[0].endswith(":")])
 
 
 def install_hint(extra: str = "") -> str:
-    """Return the command that installs an extra, from the checkout if there is one."""
+    """Return the pip command that installs draftsmith with an extra, from the source checkout if there is one."""
     root = Path(__file__).resolve().parents[2]
     if not (root / "pyproject.toml").is_file():
         return f"pip install 'draftsmith[{extra}]'" if extra else "pip install draftsmith"
@@ -48,13 +48,13 @@ def install_hint(extra: str = "") -> str:
 
 
 def brief(value: Any) -> str:
-    """Return an ASCII representation of a value, shortened if long."""
+    """Return the ASCII representation of a value, truncated if it is long."""
     text = ascii(value)
     return text if len(text) <= _LONGEST else text[:_LONGEST] + "…"
 
 
 def escape_control(text: str) -> str:
-    """Return a text that is safe for a terminal: control and hidden characters become pictures ("␛") or "�"."""
+    """Replace control and invisible characters by visible symbols, such as "␛" or "�", for safe terminal output."""
     return text if text.isprintable() else "".join(map(_picture, text))
 
 

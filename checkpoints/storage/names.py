@@ -17,11 +17,11 @@ TOKENIZER_FILES = (
     *("vocab.json", "merges.txt", "vocab.txt", "spiece.model", "chat_template.jinja", "chat_template.json"),
 )
 PREFIX = "medusa_head."
-"""Prefix of the heads' tensor names in the files of a whole model."""
+"""Prefix of the heads' tensor names in checkpoints of a model with heads."""
 
 
 def other_kind(folder: Path) -> str:
-    """Return what a folder holds instead of a language model ("heads" or "a table"), or nothing."""
+    """Return "heads" or "a table" if a folder contains that instead of a language model, otherwise an empty string."""
     if any((folder / name).is_file() for name in (HEADS_FILE, PICKLED_FILE)):
         return "heads"
     if (folder / TABLE_FILE).is_file():

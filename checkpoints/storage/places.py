@@ -1,4 +1,4 @@
-"""Names of models: a local folder, or a repository of the hub at a revision."""
+"""Parsing of model locations: local paths, or hub ids with an optional revision."""
 
 import re
 import threading
@@ -10,21 +10,21 @@ from .gguf import PACKAGE, gguf_folder, is_gguf
 from .messages import error_text
 
 _PATIENCE = 4.0
-"""Seconds to wait for the hub's first response."""
+"""Timeout in seconds for the hub's first response."""
 _ANSWERS: dict[str, str] = {}
-"""Reason why each tried endpoint is unreachable; empty if it responded."""
+"""Mapping from each tested endpoint to the reason why it is unreachable; empty if it responded."""
 _PLAIN_REVISION = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./-]*")
 
 
 def split_revision(location: str) -> tuple[str, str | None]:
-    """Return name and revision of `user/name@revision`, otherwise the place and None. Raises ValueError if invalid."""
+    """Split `user/name@revision` at the @. The revision of other locations is None. Raises ValueError if invalid."""
     repo, at, _ = location.partition("@")
     is_named = at and "/" in repo and not is_path(repo) and find_local(location) is None
     return parse_hub_id(location) if is_named else (location, None)
 
 
 def adapter_base(settings: Mapping[str, Any]) -> str | None:
-    """Return the base model in an adapter's settings, with peft's `revision` as `user/name@revision`, or None."""
+    """Return the base model in an adapter's config, as `user/name@revision` if it has a revision; None if missing."""
     base, revision = settings.get("base_model_name_or_path"), settings.get("revision")
     if not isinstance(base, str) or not base:
         return None
@@ -33,9 +33,9 @@ def adapter_base(settings: Mapping[str, Any]) -> str | None:
 
 
 def find_local(location: str | Path) -> Path | None:
-    """Return the local file or folder of this name, or None.
+    """Return the local path of a file or folder; None if it does not exist.
 
-    GGUF files, also in packages, are converted to a folder.
+    GGUF files, including files in packages, are converted, and the folder of the converted model is returned.
     """
     if is_gguf(location) and str(location).startswith(PACKAGE):
         return gguf_folder(location)
@@ -49,7 +49,7 @@ def find_local(location: str | Path) -> Path | None:
 
 
 def parse_hub_id(location: str) -> tuple[str, str | None]:
-    """Return name and revision of `user/name[@revision]`. Raises ValueError for paths and invalid names."""
+    """Split `user/name[@revision]` into name and revision. Raises ValueError for paths and invalid names."""
     repo, at, revision = location.partition("@")
     check_location(repo)
     try:
@@ -62,7 +62,7 @@ def parse_hub_id(location: str) -> tuple[str, str | None]:
 
 
 def is_path(location: str) -> bool:
-    """Check if a name is a path rather than a hub id."""
+    """Check if a location is a path rather than a hub id."""
     return (
         location.startswith((".", "/", "~", "runs/"))
         or location.count("/") > 1
@@ -72,7 +72,7 @@ def is_path(location: str) -> bool:
 
 
 def check_location(location: str) -> None:
-    """Raise ValueError for a path that does not exist. For hub ids, the hub is tried once per process."""
+    """Raise ValueError if a path does not exist. For hub ids, check the connection to the hub (see `out_of_reach`)."""
     if find_local(location) is None:
         if is_path(location):
             raise ValueError(f"folder {location} does not exist")
@@ -80,9 +80,9 @@ def check_location(location: str) -> None:
 
 
 def out_of_reach() -> str:
-    """Return why the hub cannot be reached, or nothing; tried once per process.
+    """Return the reason why the hub cannot be reached, or an empty string. The result is cached per process.
 
-    If it cannot, its client is set offline and uses its cache only, since it would retry for most of a minute.
+    If the hub cannot be reached, huggingface_hub is switched to offline mode, which avoids long retries.
     """
     from huggingface_hub import constants
 
@@ -114,7 +114,7 @@ def _ask(endpoint: str) -> str:
 
 
 def check_repository_name(name: str) -> None:
-    """Raise ValueError unless a name is a valid `user/name`; the message escapes unusual characters."""
+    """Raise ValueError if a name is not a valid repository name (`user/name`)."""
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
 
@@ -128,6 +128,6 @@ def check_repository_name(name: str) -> None:
 
 
 def check_revision(revision: str) -> None:
-    """Raise ValueError if a name cannot be a branch, tag or commit."""
+    """Raise ValueError if a string is not a valid name of a branch, tag or commit."""
     if not _PLAIN_REVISION.fullmatch(revision) or ".." in revision or "//" in revision or revision.endswith(("/", ".")):
         raise ValueError(f"{revision!a} is not a valid branch, tag or commit")

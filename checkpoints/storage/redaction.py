@@ -1,4 +1,4 @@
-"""Removal of secrets from output and files: passwords, keys and tokens, by name, form and position."""
+"""Redaction of passwords, keys and tokens in output and files."""
 
 import re
 from collections.abc import Iterable
@@ -8,7 +8,7 @@ REDACTED = "<redacted>"
 SECRET_VALUE = re.compile(
     r"\b(?:hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_\-]{20,}|gh[a-z]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|AKIA[A-Z0-9]{16})"
 )
-"""Tokens with a known prefix: Hugging Face, OpenAI, GitHub, Amazon."""
+"""Pattern of tokens with a known prefix (Hugging Face, OpenAI, GitHub, Amazon)."""
 _NAMES = (
     r"secrets?|passwords?|passwd|passphrase|credentials?|authorization|api[_\-]?keys?"
     r"|(?:access|private|secret)[_\-]?keys?|(?:access|auth|api|hf|hub|bearer)[_\-]?tokens?"
@@ -20,10 +20,10 @@ _NAMED = re.compile(
     r"(?!<redacted>)(?:\\?\"[^\"]{0,500}\"|\\?'[^']{0,500}'|(?:(?:bearer|basic|token)\s+)?[^\s,;&\"'}\])\\]+)",
     re.IGNORECASE,
 )
-"""Pattern of `api_key: …`, `password=…` or `"Authorization": "Basic …"`: the name with its sign, and the value."""
+"""Pattern of a secret's name, separator and value, such as `api_key: …` or `"Authorization": "Basic …"`."""
 _BEARER = re.compile(r"\b(bearer\s+)[\w.~+/=\-]{6,}", re.IGNORECASE)
 _USER_INFO = re.compile(r"(?<=://)(?:[^/?#\s]+|[^/?#\s@:\[]+:(?!\d*[/?#])[^\s\"'<>]{1,500})@")
-"""User info up to the last @ before the path; with a slash in a password (not a port), up to the last @."""
+"""Pattern of user name and password in URLs, including passwords that contain a slash."""
 _IN_QUERY = re.compile(
     r"([?&;#](?:(?:[^=&#\s]{0,40}[\-_.])?(?:auth|key|pass|pwd|sig|jwt)"
     r"|[^=&#\s]{0,40}(?:token|secret|password|passwd|passphrase|credentials?|authorization|(?:api|access)[_\-]?key(?:id)?"
@@ -33,12 +33,12 @@ _IN_QUERY = re.compile(
 
 
 def is_secret(key: str) -> bool:
-    """Check if the value of a key, such as `hub.token`, is secret."""
+    """Check if a key, such as `hub.token`, is the name of a secret."""
     return any(_KEY.search(part) for part in (key, *key.split(".")))
 
 
 def redacted(text: str) -> str:
-    """Remove tokens of known forms, values after names of secrets, and credentials in URLs from a text."""
+    """Replace known token formats, values of secret keys and credentials in URLs with `<redacted>`."""
     text = _USER_INFO.sub(REDACTED + "@", SECRET_VALUE.sub(REDACTED, text))
     for pattern in (_IN_QUERY, _NAMED, _BEARER):
         text = pattern.sub(rf"\1{REDACTED}", text)
@@ -46,7 +46,7 @@ def redacted(text: str) -> str:
 
 
 def without_secrets(value: Any, secret: bool = False) -> Any:
-    """Apply `redacted` to all texts in nested mappings and lists, and remove texts under keys of secrets."""
+    """Redact all strings in nested dictionaries and lists. Strings under secret keys are replaced completely."""
     if isinstance(value, dict):
         return {key: without_secrets(item, secret or is_secret(str(key))) for key, item in value.items()}
     if isinstance(value, list):
@@ -55,7 +55,7 @@ def without_secrets(value: Any, secret: bool = False) -> Any:
 
 
 def redact_arguments(arguments: Iterable[str]) -> list[str]:
-    """Redact command-line words, including the whole value of `key=value` and `--key value` for keys of secrets."""
+    """Redact command-line arguments, including the values of `key=value` and `--key value` for secret keys."""
     cleaned, hide_next = list[str](), False
     for word in arguments:
         key, equals, value = word.partition("=")

@@ -14,16 +14,13 @@ from safetensors import SafetensorError, safe_open
 from .messages import brief, first_line
 
 UNREADABLE = (SafetensorError, OSError, RuntimeError)
-"""Errors of reading safetensors; RuntimeError is torch's if a file disappears while it is opened."""
+"""Exceptions of reading safetensors files. RuntimeError is raised if a file is deleted while it is opened."""
 UNPICKLE = "DRAFTSMITH_UNPICKLE"
-"""Environment variable that allows pickled weights if it is 1."""
+"""Environment variable that allows loading pickled weights if it is set to 1."""
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file.
-
-    Raises ValueError, naming the file, if it is not a regular UTF-8 file of JSON.
-    """
+    """Load a JSON object from a regular UTF-8 file. Raises ValueError, naming the file, if it is invalid."""
     try:
         return parse_json(read_text(path))
     except ValueError as error:
@@ -31,7 +28,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def parse_json(text: str) -> dict[str, Any]:
-    """Return the object in a JSON text. Raises ValueError if it is not JSON or not an object."""
+    """Parse a JSON object. Raises ValueError if the text is not JSON or not an object."""
     try:
         values = json.loads(text)
     except (json.JSONDecodeError, RecursionError) as error:
@@ -42,7 +39,7 @@ def parse_json(text: str) -> dict[str, Any]:
 
 
 def load_json(path: Path, *keys: str) -> dict[str, Any]:
-    """Return the object in a JSON file with these keys. Raises ValueError, naming the file."""
+    """Load a JSON object that must contain `keys`. Raises ValueError, naming the file, if it is invalid."""
     try:
         values = parse_json(read_text(path))
         if missing := [key for key in keys if key not in values]:
@@ -53,11 +50,11 @@ def load_json(path: Path, *keys: str) -> dict[str, Any]:
 
 
 class OtherSchemaError(ValueError):
-    """Raised for a document with another schema version."""
+    """Error raised for a document with an unsupported schema version."""
 
 
 def read_document(path: Path, schema: int, command: str) -> dict[str, Any]:
-    """Return a command's JSON document with this schema number. Raises ValueError, naming the file."""
+    """Load a JSON document of this schema version. Error messages name `command`, which recreates the document."""
     document = load_json(path, "schema")
     if document["schema"] != schema:
         raise OtherSchemaError(f"{path} has schema {brief(document['schema'])}, expected {schema}: run `{command}`")
@@ -77,9 +74,9 @@ def read_text(path: Path) -> str:
 
 
 def shards_of(index: Path, is_selected: Callable[[str], bool] = lambda tensor: True) -> dict[str, str]:
-    """Return the safetensors files by tensor of an index, for tensors whose name is `is_selected`.
+    """Return the mapping from tensor name to safetensors file in an index, for tensors that `is_selected` accepts.
 
-    Raises ValueError: it is not an index, or names other files than safetensors in its folder.
+    Raises ValueError if the index is invalid, or lists files that are not safetensors files in its folder.
     """
     files = read_json(index).get("weight_map")
     if not isinstance(files, dict):
@@ -92,7 +89,7 @@ def shards_of(index: Path, is_selected: Callable[[str], bool] = lambda tensor: T
 
 
 def pickles_allowed() -> bool:
-    """Check if the user allows pickled weights, which are then read with `weights_only=True`."""
+    """Check if the user allows pickled weights, which are then loaded with `weights_only=True`."""
     return os.environ.get(UNPICKLE) == "1"
 
 
@@ -109,29 +106,29 @@ def _hash_once(path: Path, *state: int) -> str:
 
 
 def file_entry(path: Path) -> dict[str, Any]:
-    """Return a file's `sha256` (hex) and `bytes`, as stored in manifests."""
+    """Return the SHA-256 (hex) and size in bytes of a file, as stored in manifests."""
     return {"sha256": file_hash(path), "bytes": path.stat().st_size}
 
 
 def name_fault(name: str) -> str | None:
-    """Return why a name is not a portable, printable relative path within a folder; None if it is one."""
+    """Return the reason why a name is not a portable relative path within a folder; None if it is valid."""
     is_plain = not {"", ".", ".."} & set(name.split("/")) and not {"\\", ":"} & set(name)
     return None if is_plain and name.isprintable() else "it is not a plain path within the folder"
 
 
 def files_of(folder: Path) -> list[str]:
-    """Return the paths of all files below a folder, relative to it and with forward slashes, sorted."""
+    """Return the sorted paths of all files below a folder, relative to the folder and with forward slashes."""
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir())
 
 
 def copy_files(folder: Path, out: Path, patterns: Iterable[str]) -> None:
-    """Copy the files in a folder (not below) that match a pattern."""
+    """Copy the files of a folder (without subfolders) that match one of the glob patterns to `out`."""
     for path in (path for pattern in patterns for path in sorted(folder.glob(pattern)) if path.is_file()):
         shutil.copyfile(path, out / path.name)
 
 
 def check_safetensors(path: Path) -> dict[str, tuple[str, list[int]]]:
-    """Return names, dtypes and shapes of the tensors in a file. Raises ValueError, naming it, if it is damaged."""
+    """Return the dtype and shape of each tensor in a file. Raises ValueError, naming the file, if it is damaged."""
     try:
         with safe_open(path, framework="np") as file:
             parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a dictionary)

@@ -10,7 +10,7 @@ _BINS = {"1": 1, "2": 2, "3-9": 3, "10-99": 10, "100+": 100}
 
 
 def table_facts(table: BigramTable) -> dict[str, Any]:
-    """Return the sizes and the density (entries / V²) of a table as plain JSON values."""
+    """Compute sizes and density (entries / V²) of a table as JSON-serialisable values."""
     by_count, _ = np.histogram(table.count.numpy(), [*_BINS.values(), 2**31])
     return {
         "vocab_size": table.vocab_size,

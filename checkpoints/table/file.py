@@ -1,4 +1,4 @@
-"""Streaming writer of `table.safetensors`, which needs memory for one part of the table only.
+"""Streaming writer of `table.safetensors`, which keeps only one part of the table in memory.
 
 Shape letters: V vocabulary, E entries (distinct pairs), P entries of one part.
 """
@@ -21,22 +21,22 @@ _COPY = 1 << 24
 
 
 def write_table(path: Path, vocab_size: int, parts: Iterable[Run], unigram_V: Ints) -> None:
-    """Write a table atomically as one safetensors file; equal content gives equal bytes.
+    """Write a bigram table atomically to a safetensors file. Equal tables give identical files.
 
     The tensors are row_ptr int64 [V + 1], unigram int64 [V], col int32 [E] and count int32 [E].
 
     Args:
         path: File to write.
         vocab_size: Vocabulary size V.
-        parts: Consecutive parts of a run, as `merge_runs` yields them.
-        unigram_V: Number of times that each token was seen, int64 [V]; read after the last part.
+        parts: Consecutive parts of the sorted keys and their counts, as `merge_runs` yields them.
+        unigram_V: Count of each token, int64 [V]; read after the last part.
 
-    Raises ValueError: A pair was seen more often than an int32 can hold, or the counts are for another vocabulary.
+    Raises ValueError if a count exceeds int32, or the counts are for another vocabulary size.
     """
     key_dtype(vocab_size)
     if unigram_V.shape != (vocab_size,):
         raise ValueError(f"unigram is {list(unigram_V.shape)}, expected one count for each of {vocab_size} tokens")
-    # Room for the header of any number of entries, which is unknown yet.
+    # Reserve space for the header, since the number of entries is not known yet.
     room = len(_header(vocab_size, 10**18, 0))
     row_ptr, entries = np.zeros(vocab_size + 1, dtype=np.int64), 0
     with atomic_file(path) as out, TemporaryFile(dir=path.parent) as counts:
@@ -84,6 +84,6 @@ def check_counts(keys_P: NDArray[Any], counts_P: NDArray[Any], vocab_size: int) 
 
 
 def write_array(out: IO[bytes], array: NDArray[Any]) -> None:
-    """Write the bytes of an array without copying them."""
+    """Write the bytes of an array to a file without copying them."""
     if len(array):
         out.write(np.ascontiguousarray(array).data.cast("B"))

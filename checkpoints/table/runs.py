@@ -1,6 +1,6 @@
-"""Runs of token pairs (x, y): distinct keys x V + y in ascending order, and their counts.
+"""Sorted runs of token pairs (x, y): distinct keys x · V + y in ascending order, and their counts.
 
-Shape letters: V vocabulary, T tokens, D documents, C ends of documents inside the tokens, E entries (distinct pairs),
+Shape letters: V vocabulary, T tokens, D documents, C document ends within the tokens, E entries (distinct pairs),
 P one piece of T or E, R rows (left tokens) with entries.
 """
 
@@ -18,14 +18,14 @@ _PIECE = 1 << 17
 
 
 def key_dtype(vocab_size: int) -> np.dtype[Any]:
-    """Return the dtype of keys x V + y: uint32 if V² ≤ 2³², else uint64."""
+    """Return the dtype of keys x · V + y: uint32 if V² ≤ 2³², else uint64."""
     if not 1 <= vocab_size <= MAX_VOCAB:
         raise ValueError(f"vocab_size is {vocab_size}, expected 1 to {MAX_VOCAB}")
     return np.dtype(np.uint32 if vocab_size**2 <= 2**32 else np.uint64)
 
 
 def check_documents(tokens_T: NDArray[Any], starts_D: NDArray[Any], vocab_size: int, first: int = 0) -> None:
-    """Raise ValueError unless tokens and starts of documents, numbered from `first`, are valid for the vocabulary."""
+    """Raise ValueError for invalid tokens or document starts. Error messages number documents from `first`."""
     size = len(tokens_T) if tokens_T.ndim == 1 else -1
     if size < 0 or (size and tokens_T.dtype.kind not in "iu"):
         shape = f"{tokens_T.dtype} {list(tokens_T.shape)}"
@@ -34,7 +34,7 @@ def check_documents(tokens_T: NDArray[Any], starts_D: NDArray[Any], vocab_size: 
         raise ValueError(f"document starts must be in 0 to {size}, the first 0, got {starts_D[:1]} to {starts_D[-1:]}")
     if not size:
         return
-    # Negative numbers are large as unsigned ones, so that one pass finds both.
+    # As unsigned integers, negative numbers are large, so one comparison detects both.
     unsigned_T = tokens_T.view(np.dtype(f"u{tokens_T.dtype.itemsize}").newbyteorder(tokens_T.dtype.byteorder))
     if int(unsigned_T.max()) >= vocab_size:
         index = int(np.flatnonzero(unsigned_T >= vocab_size)[0])
@@ -43,12 +43,12 @@ def check_documents(tokens_T: NDArray[Any], starts_D: NDArray[Any], vocab_size: 
 
 
 def inner_ends(starts_D: NDArray[Any], size: int) -> Ints:
-    """Return the ascending indices of tokens whose next token belongs to another document, int64 [C]."""
+    """Return the indices of the last tokens of all documents but the last one, ascending, int64 [C]."""
     return np.unique(starts_D[(starts_D > 0) & (starts_D < size)].astype(np.int64)) - 1
 
 
 def write_keys(tokens_T: NDArray[Any], vocab_size: int, out_T: NDArray[Any]) -> None:
-    """Write the keys of all T - 1 adjacent pairs into `out_T`; the tokens must be in the vocabulary."""
+    """Compute the keys of all T - 1 adjacent token pairs, and store them in `out_T`. Token ids are not checked."""
     dtype = key_dtype(vocab_size)
     for start in range(0, len(out_T), _PIECE):
         keys_P = out_T[start : start + _PIECE]
@@ -58,10 +58,10 @@ def write_keys(tokens_T: NDArray[Any], vocab_size: int, out_T: NDArray[Any]) -> 
 
 
 def run_of_keys(keys_T: NDArray[Any], cross_document: int = 0) -> Run:
-    """Return the run of at most 2³² − 1 keys in any order, which are overwritten.
+    """Sort and count at most 2³² − 1 keys, which are overwritten, and return the distinct keys and their counts.
 
-    `cross_document` keys are 0 in place of pairs across documents. They are subtracted from the count of key 0, which
-    is cheaper than removing them.
+    `cross_document` is the number of pairs across documents, whose keys are set to 0. They are subtracted from the
+    count of key 0, which is cheaper than removing them.
     """
     keys_T.sort()
     size, entries, before = len(keys_T), 0, -1
@@ -88,10 +88,10 @@ def run_of_keys(keys_T: NDArray[Any], cross_document: int = 0) -> Run:
 
 
 def merge_runs(runs: Iterable[tuple[Any, Any]], vocab_size: int, chunk: int = 1 << 18) -> Iterator[Run]:
-    """Yield the merged run in consecutive parts: ascending keys of `key_dtype`, and counts int64.
+    """Merge sorted runs, and yield the result in consecutive parts: ascending keys (`key_dtype`) and counts (int64).
 
-    Runs may consist of anything that returns arrays for slices, such as files. `chunk` entries are merged at a time and
-    need about 60 bytes each; the default fits a CPU's cache.
+    Keys and counts can be any objects that return arrays for slices, such as files. `chunk` entries are merged at
+    a time and need about 60 bytes each; the default fits the CPU cache.
     """
     dtype = key_dtype(vocab_size)
     sides = [run for run in runs if len(run[0])]
@@ -103,7 +103,7 @@ def merge_runs(runs: Iterable[tuple[Any, Any]], vocab_size: int, chunk: int = 1 
         for number, ((keys, _), start) in enumerate(zip(sides, starts, strict=True)):
             if quota := -(-size * (len(keys) - start) // remaining):
                 windows.append((number, keys[start : start + quota]))
-        # Up to the smallest of the windows' last keys, the windows hold all entries of the runs.
+        # The windows contain all entries of the runs up to the smallest of their last keys.
         pivot = min(keys_P[-1] for _, keys_P in windows)
         parts = []
         for number, keys_P in windows:
@@ -127,13 +127,13 @@ def _merged(parts: list[Run], dtype: np.dtype[Any]) -> Run:
 
 
 def rows_and_columns(keys_E: NDArray[Any], vocab_size: int) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Return the left and right tokens of keys, in the dtype of the keys."""
+    """Split keys into left and right tokens, in the dtype of the keys."""
     rows_E = keys_E // keys_E.dtype.type(vocab_size)
     return rows_E, keys_E - rows_E * keys_E.dtype.type(vocab_size)
 
 
 def add_left_counts(sums_V: Ints, part: Run) -> None:
-    """Add each token's number of pairs on the left, in a non-empty part of a run, to `sums_V`."""
+    """Add the number of pairs with each left token, in a non-empty part of a run, to `sums_V`."""
     keys_E, counts_E = part
     rows_E, _ = rows_and_columns(keys_E, len(sums_V))
     first_R = np.concatenate(([0], np.flatnonzero(rows_E[1:] != rows_E[:-1]) + 1))

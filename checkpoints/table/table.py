@@ -1,4 +1,4 @@
-"""Bigram tables: exact counts of adjacent tokens, and the correlation r that SLiM prunes trees with.
+"""Bigram tables: exact counts of adjacent token pairs, and the correlation r that SLiM uses for tree pruning.
 
 Shape letters: V vocabulary, E entries (distinct pairs), X any shape, T tokens, R rows (a flattened X), W widest row.
 """
@@ -27,25 +27,25 @@ __all__ = ["TABLE_FILE", "TENSORS", "BigramTable", "check_add_k"]
 TENSORS = {"row_ptr": torch.int64, "col": torch.int32, "count": torch.int32, "unigram": torch.int64}
 """Names and dtypes of the tensors of `table.safetensors`."""
 CHUNK = 1 << 20
-_NARROW_VOCAB = 2**16 - 1  # x V + y − 2³¹ fits int32, with one number left for the end
+_NARROW_VOCAB = 2**16 - 1  # so that x · V + y − 2³¹ fits int32, and the largest int32 is left for the sentinel
 
 
 class BigramTable:
-    """Counts of adjacent tokens as a sparse V x V matrix in compressed rows (CSR).
+    """Counts of adjacent token pairs as a sparse V x V matrix in CSR format.
 
     Args:
         row_ptr: int64 [V + 1]; row x holds the entries row_ptr[x] .. row_ptr[x + 1] - 1.
         col: int32 [E]; right token of each entry, ascending within a row.
         count: int32 [E]; count of the pair, at least 1.
-        unigram: int64 [V]; count of each token, in a pair or not.
+        unigram: int64 [V]; count of each token, including tokens that are in no pair.
 
-    Raises ValueError: the tensors contradict each other.
+    Raises ValueError if the tensors are inconsistent.
     """
 
     device = torch.device("cpu")
     """Device of `look_up`. The counts themselves stay on the CPU."""
     texts: TextStore | None = None
-    """Sample of the counted texts, for suffix decoding."""
+    """Datastore for suffix decoding, sampled from the counted documents; None if there is none."""
 
     def __init__(self, row_ptr: Tensor, col: Tensor, count: Tensor, unigram: Tensor) -> None:
         _check_csr(*map(np.asarray, (row_ptr, col, count, unigram)))
@@ -55,9 +55,9 @@ class BigramTable:
 
     @classmethod
     def load(cls, directory: Path) -> "BigramTable":
-        """Load the table in a directory and its texts; the entries stay memory-mapped.
+        """Load a table and its datastore from a directory. The counts stay memory-mapped.
 
-        Raises ValueError: A file is missing, damaged or inconsistent.
+        Raises ValueError if a file is missing, damaged or inconsistent.
         """
         table = cls.read(Path(directory) / TABLE_FILE)
         table.texts = TextStore.load(directory, table.vocab_size)
@@ -92,7 +92,7 @@ class BigramTable:
 
     @classmethod
     def from_documents(cls, documents: Iterable[NDArray[Any]], vocab_size: int) -> "BigramTable":
-        """Count the adjacent pairs within each document (integers [T]), in memory."""
+        """Create a table by counting the adjacent token pairs within each document (integers [T]), in memory."""
         key_dtype(vocab_size)
         arrays = [np.zeros(0, dtype=np.int64)]
         for number, document in enumerate(documents):
@@ -108,7 +108,7 @@ class BigramTable:
         return cls(*map(torch.from_numpy, parts))
 
     def save(self, directory: Path) -> None:
-        """Write `table.safetensors` and, if there are any, the sampled texts to a directory."""
+        """Write `table.safetensors` and, if there is one, the datastore `texts` to a directory."""
         if self.texts is not None:
             self.texts.save(directory)
         keys_E = (self.rows_of(0, self.vocab_size) * self.vocab_size + self.col).numpy()
@@ -117,7 +117,7 @@ class BigramTable:
 
     @cached_property
     def left_counts(self) -> Tensor:
-        """Number of pairs with each token on the left, int64 [V]."""
+        """Number of pairs with each token as the left token, int64 [V]."""
         sums_V, row_ptr = np.zeros(self.vocab_size, dtype=np.int64), self.row_ptr.numpy()
         rows_R = np.flatnonzero(np.diff(row_ptr))
         if len(rows_R):
@@ -126,7 +126,7 @@ class BigramTable:
 
     @cached_property
     def right_counts(self) -> Tensor:
-        """Number of pairs with each token on the right, int64 [V]."""
+        """Number of pairs with each token as the right token, int64 [V]."""
         sums_V = np.zeros(self.vocab_size, dtype=np.int64)
         for start in range(0, self.entries, CHUNK):
             part = slice(start, start + CHUNK)
@@ -139,7 +139,7 @@ class BigramTable:
         return int(self.row_ptr.diff().max())
 
     def chunks(self) -> list[tuple[int, int]]:
-        """Return ranges of whole rows (first, end) with about `CHUNK` entries each."""
+        """Split the rows into ranges (first, end) with about `CHUNK` entries each."""
         inner = np.unique(np.searchsorted(self.row_ptr.numpy(), np.arange(CHUNK, self.entries, CHUNK)))
         return list(pairwise([0, *inner[inner < self.vocab_size].tolist(), self.vocab_size]))
 
@@ -148,7 +148,7 @@ class BigramTable:
         return torch.from_numpy(np.repeat(np.arange(first, end), np.diff(self.row_ptr[first : end + 1].numpy())))
 
     def to(self, device: torch.device | str) -> "BigramTable":
-        """Return a table over the same counts whose lookup runs on `device`."""
+        """Return a table that shares the counts of this one, and whose lookups run on `device`."""
         device = torch.empty(0, device=device).device  # "cuda" is "cuda:0"
         if device == self.device:
             return self
@@ -157,26 +157,26 @@ class BigramTable:
         return other
 
     def look_up(self, x_X: Tensor, y_X: Tensor, log_unseen: Tensor, add_k: float = 0.0) -> Tensor:
-        """Return log r(x, y) of token pairs, r = p(x, y) / (p(x, ·) p(·, y)) with p = n(x, y) / n.
+        """Compute log r(x, y) of token pairs, where r = p(x, y) / (p(x, ·) p(·, y)) and p = n(x, y) / n.
 
         The result is the natural logarithm, float32 of the broadcast shape. Source: SLiM, section 3.3, eq. (5), with
         the marginals of the pair counts. With `add_k`, p(y | x) is (n(x, y) + k) / (n(x, ·) + k V).
 
         Args:
             x_X: Left tokens, int64, on this table's device. They must be in the vocabulary.
-            y_X: Right tokens, likewise.
+            y_X: Right tokens, int64, on the same device.
             log_unseen: log r of pairs without an entry, a scalar; ignored with `add_k`.
             add_k: Number added to each count; 0 for no smoothing.
         """
         return self.correlation(add_k).look_up(x_X, y_X, log_unseen)
 
     def correlation(self, add_k: float = 0.0) -> "Correlation":
-        """Return the lookup structure of `look_up`, built by the first call."""
+        """Return the lookup structure for log r, which is built on the first call."""
         check_add_k(add_k)
         return self._view((self.device, "correlation", add_k), lambda: Correlation(self, self.device, add_k))
 
     def distributions(self, device: torch.device | str, prior: float, add_k: float = 0.0) -> "NextToken":
-        """Return the next-token distributions of the table on a device, built by the first call."""
+        """Return the next-token distributions of the table on a device, which are built on the first call."""
         check_add_k(add_k)
         device = torch.device(device)
         return self._view((device, "next", prior, add_k), lambda: NextToken(self, device, prior, add_k))
@@ -221,8 +221,8 @@ def _check_csr(row_ptr: NDArray[Any], col_E: NDArray[Any], count_E: NDArray[Any]
 def _pseudo_counts(table: BigramTable, prior: float, add_k: float) -> tuple[float, Tensor]:
     """Return the number of pseudo-counts per row and their distribution over tokens, float64 [V].
 
-    With `add_k` there are k of each token, otherwise `prior` with the unigram distribution after adding one to each
-    count.
+    With `add_k`, there are k pseudo-counts for every token. Otherwise there are `prior` in total, distributed like the
+    unigram counts plus one.
     """
     vocab = table.vocab_size
     if add_k:
@@ -232,10 +232,10 @@ def _pseudo_counts(table: BigramTable, prior: float, add_k: float) -> tuple[floa
 
 
 class Correlation:
-    """Lookup of log r, r = p(y | x) / p(y), by binary search in the sorted keys of the pairs.
+    """Lookup of log r, where r = p(y | x) / p(y), by binary search in the sorted keys of the pairs.
 
-    p(y) is the marginal of the pair counts, at least one count per token. A key is x V + y, or x V + y − 2³¹ in 32 bits
-    if that fits, because smaller keys make the memory-bound search faster.
+    p(y) is the marginal of the pair counts, with a minimum of one count. Keys are x · V + y, or x · V + y − 2³¹ if that
+    fits in 32 bits, because smaller keys make the memory-bound search faster.
     """
 
     def __init__(self, table: BigramTable, device: torch.device, add_k: float) -> None:
@@ -264,7 +264,7 @@ class Correlation:
         return (x_X * self._vocab_size - self._offset).to(self._dtype) + y_X.to(self._dtype)
 
     def look_up(self, x_X: Tensor, y_X: Tensor, log_unseen: Tensor) -> Tensor:
-        """Return log r of pairs, float32 of the broadcast shape; see `BigramTable.look_up`."""
+        """Return log r of token pairs, float32 of the broadcast shape; see `BigramTable.look_up`."""
         wanted_X = self._keys(x_X, y_X)
         place_X = torch.searchsorted(self._keys_E, wanted_X)
         if self._left_V is not None and self._right_V is not None:
@@ -273,7 +273,7 @@ class Correlation:
 
 
 class NextToken:
-    """Distributions of the next token, p(y | x) = (n(x, y) + c u(y)) / (n(x, ·) + c).
+    """Next-token distributions p(y | x) = (n(x, y) + c u(y)) / (n(x, ·) + c), where n are the counts of the table.
 
     c is `prior`, and u is the unigram distribution after adding one to each count (`unigram_V`, float32 [V]). With
     `add_k`, c u(y) is k. All probabilities are positive.
@@ -291,7 +291,7 @@ class NextToken:
         self._best_V: Tensor | None = None
 
     def after(self, x_X: Tensor) -> Tensor:
-        """Return the distribution after each of the tokens, float32 [..., V]."""
+        """Return the next-token distribution after each token, float32 [..., V]."""
         x_R = x_X.flatten()
         mass_RV = torch.outer(self._base_V[x_R], self._spread_V)
         if x_R.device.type == "cpu":
@@ -316,9 +316,9 @@ class NextToken:
         mass_RV.scatter_add_(1, self._col[entry_RW].long(), torch.where(inside_RW, share_RW, 0.0))
 
     def most_likely(self, x_X: Tensor) -> Tensor:
-        """Return the most probable token after each of the tokens, int64 [...]; ties go to the lowest id.
+        """Return the most probable next token after each token, int64 [...]; ties go to the lowest id.
 
-        The first call computes it for all tokens, so that a greedy draft takes one gather per token.
+        The first call computes the result for the whole vocabulary, so that later calls are a single gather.
         """
         if self._best_V is None:
             self._best_V = self._compute_best().to(self._device)

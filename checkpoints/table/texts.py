@@ -1,6 +1,6 @@
-"""Datastore of counted texts for suffix decoding: a suffix array that finds the continuations of a context.
+"""Datastore for suffix decoding: a suffix array over documents that finds the continuations of a context.
 
-Shape letters: T tokens of all texts, N positions in them.
+Shape letters: T tokens of all documents, N positions in them.
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,11 +22,11 @@ Ids = NDArray[np.int32]
 
 
 class TextStore:
-    """Concatenated texts, and their positions sorted by the preceding tokens, the nearest first.
+    """Concatenated documents, and their positions sorted by the preceding tokens in reverse order (suffix array).
 
     Args:
-        ids_T: int32, −1 before each text and `CONTEXT` times at the start and the end.
-        places_N: int32, all positions of tokens with a preceding token in the same text.
+        ids_T: Token ids, int32, with −1 before each document, and `CONTEXT` times −1 at the start and the end.
+        places_N: Sorted positions, int32, of all tokens with a preceding token in the same document.
     """
 
     def __init__(self, ids_T: Ids, places_N: Ids) -> None:
@@ -34,7 +34,7 @@ class TextStore:
 
     @classmethod
     def from_documents(cls, documents: Iterable[NDArray[np.int32]]) -> Self:
-        """Build the store from tokenized texts."""
+        """Build the datastore from tokenized documents."""
         parts = [np.full(CONTEXT, _BETWEEN, dtype=np.int32)]
         for ids in documents:
             parts += [ids.astype(np.int32), np.array([_BETWEEN], dtype=np.int32)]
@@ -45,7 +45,7 @@ class TextStore:
         return cls(ids_T, places_N[np.lexsort(before)])
 
     def matches(self, context: Sequence[int] | NDArray[Any]) -> tuple[int, Ids]:
-        """Return the length of the longest suffix of `context` in the texts, and the positions after its matches."""
+        """Return the length of the longest suffix of `context` that occurs, and the positions after its occurrences."""
         low, high, length = 0, len(self.places_N), 0
         for back in range(1, 1 + min(CONTEXT, len(context))):
             token = context[-back]
@@ -57,7 +57,7 @@ class TextStore:
         return length, self.places_N[low:high] if length else self.places_N[:0]
 
     def _bisect(self, low: int, high: int, back: int, token: int) -> int:
-        """Return the first position from `low` on whose token `back` places earlier is at least `token`."""
+        """Return the first index from `low` on for which the token `back` positions earlier is at least `token`."""
         ids_T, places_N = self.ids_T, self.places_N
         while low < high:
             middle = (low + high) // 2
@@ -68,14 +68,14 @@ class TextStore:
         return low
 
     def save(self, directory: Path) -> None:
-        """Write the texts into a directory."""
+        """Write the datastore to a directory."""
         save_file({"ids": self.ids_T, "places": self.places_N}, Path(directory) / TEXTS_FILE)
 
     @classmethod
     def load(cls, directory: Path, vocab_size: int) -> Self | None:
-        """Load the texts in a directory, or return None if there are none.
+        """Load the datastore from a directory; None if there is none.
 
-        Raises ValueError: the file is damaged, or tokens or positions are out of range.
+        Raises ValueError if the file is damaged, or tokens or positions are out of range.
         """
         path = Path(directory) / TEXTS_FILE
         if not path.is_file():

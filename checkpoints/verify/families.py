@@ -1,16 +1,16 @@
-"""Unsupported model families, detected by their configurations before weights are loaded."""
+"""Detection of unsupported model families from their configurations, before weights are loaded."""
 
 from typing import Any
 
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 ENCODER_DECODERS = ("t5", "mt5", "umt5")
-"""Types of encoder-decoders that were compared with transformers."""
+"""Model types of supported encoder-decoders, which were compared with transformers."""
 _ATTENTION = frozenset({"full_attention", "sliding_attention", "chunked_attention", "attention"})
 
 
 def family_fault(config: Any) -> str | None:
-    """Return why models of a configuration are not supported, as a sentence; None if they are."""
+    """Return the reason why a model configuration is not supported; None if it is supported."""
     kind = f"models of type {config.model_type!r}"
     if config.is_encoder_decoder:
         unknown = (
@@ -37,11 +37,11 @@ def family_fault(config: Any) -> str | None:
 
 
 def check_family(config: Any) -> None:
-    """Raise ValueError for an unsupported configuration (`family_fault`)."""
+    """Raise ValueError if a model configuration is not supported (see `family_fault`)."""
     if fault := family_fault(config):
         raise ValueError(fault)
 
 
 def is_stateful(config: Any) -> bool:
-    """Return whether transformers marks the class of a model as stateful (recurrent)."""
+    """Check if transformers marks the model class of a configuration as stateful (recurrent)."""
     return bool(getattr(MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None), "_is_stateful", False))

@@ -27,14 +27,14 @@ _NEEDED = {
     "adapter": ((ADAPTER_CONFIG,), (ADAPTER_FILE,)),
     "model": ((CONFIG_FILE,), WHOLE_FILES),
 }
-"""Required files of an artifact, each with its possible names."""
+"""Required files of each type of artifact, with the alternative names of each file."""
 _FLOATS = ("F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
 _NUMBERS_AT_ONCE = 1 << 24
 _TENSORS_SHOWN = 3
 
 
 def find_faults(directory: Path, kind: str | None = None) -> tuple[Manifest | None, list[str]]:
-    """Return the manifest, if readable, and a sentence for each fault of files, tensors and shards."""
+    """Check an artifact, and return its manifest (None if it is invalid) and an error message for each fault."""
     try:
         manifest = load_manifest(directory, kind)
     except ValueError as error:
@@ -45,7 +45,7 @@ def find_faults(directory: Path, kind: str | None = None) -> tuple[Manifest | No
 
 
 def _kind_faults(directory: Path, manifest: Manifest) -> list[str]:
-    """Return faults for missing required files, except for exports for other programs."""
+    """Return an error message for each missing required file. Non-native exports are skipped."""
     if manifest.export is not None and not manifest.export["native"]:
         return []
     files, form = set(manifest.files), manifest.kind
@@ -78,7 +78,7 @@ def _unreadable(directory: Path, manifest: Manifest) -> list[str]:
 
 
 def _find_non_finite(path: Path) -> list[str]:
-    """Return a fault if tensors hold NaN or infinite values."""
+    """Return a list with an error message if tensors contain NaN or infinite values, otherwise an empty list."""
     floats = [name for name, (dtype, _) in check_safetensors(path).items() if dtype in _FLOATS]
     if not floats:
         return []  # tables are read without torch
@@ -108,7 +108,7 @@ def _some_tensors(names: Sequence[str]) -> str:
 
 
 def header_shapes(files: list[Path]) -> Shapes:
-    """Return shapes by tensor name. Raises ValueError if a file is not in safetensors format."""
+    """Return the mapping from tensor name to shape in safetensors files. Raises ValueError if a file is invalid."""
     shapes: Shapes = {}
     for path in files:
         shapes |= {name: tuple(shape) for name, (_, shape) in check_safetensors(path).items()}

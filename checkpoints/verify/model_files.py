@@ -1,7 +1,4 @@
-"""Loading of models from files: safety and completeness checks, and reading of single tensors.
-
-Letters: V vocabulary, D hidden.
-"""
+"""Loading of models and of single tensors from files, with safety and completeness checks."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -42,7 +39,7 @@ UNLOADABLE = (
     ArithmeticError,
     AssertionError,
 )
-"""Errors of building a model from invalid files."""
+"""Exceptions raised when a model is loaded from invalid files."""
 _WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _PICKLES = (
     f"pickled weights are not read: convert them with `save_pretrained`, or set {UNPICKLE}=1 to read them with "
@@ -67,14 +64,14 @@ def silence_transformers() -> Iterator[None]:
 
 
 def model_class(config: Any) -> Any:
-    """Return the auto class that loads such a model."""
+    """Return the auto class of transformers for a model configuration."""
     return AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
 
 
 def load_language_model(source: str | Path, **settings: Any) -> PreTrainedModel:
-    """Load a causal LM or an encoder-decoder in evaluation mode, with `settings` for `load_whole`.
+    """Load a causal LM or an encoder-decoder in evaluation mode. `settings` are passed to `load_whole`.
 
-    Remote code, pickles (unless allowed) and missing weights are refused. Raises ValueError if it cannot be loaded.
+    Raises ValueError if the model lacks weights, requires remote code or disallowed pickles, or is otherwise invalid.
     """
     source = model_source(str(source))
     config = load_config(source)
@@ -88,7 +85,7 @@ def load_language_model(source: str | Path, **settings: Any) -> PreTrainedModel:
 
 
 def _check_room(folder: Path, config: Any, dtype: Any) -> None:
-    """Raise ValueError if the weights, of at least 16 bits in the files, exceed the free memory."""
+    """Raise ValueError if a model does not fit into free memory. Parameters are only counted if its files are large."""
     named = config.dtype if dtype in (None, "auto") else "int8" if dtype == "stored" else dtype
     width = (getattr(torch, named) if isinstance(named, str) else named or torch.float32).itemsize
     bound = sum(file.stat().st_size for file in folder.glob("*.safetensors")) * width / 2
@@ -97,7 +94,7 @@ def _check_room(folder: Path, config: Any, dtype: Any) -> None:
 
 
 def check_memory(config: Any, width: int, remedy: str) -> None:
-    """Raise ValueError if the host's free memory is less than `width` bytes per parameter, before building a model."""
+    """Raise ValueError if a model's parameters, at `width` bytes each, exceed the free memory of the host."""
     with torch.random.fork_rng(devices=[]):
         count = sum(weight.numel() for weight in meta_model(config).parameters())
     free = psutil.virtual_memory().available
@@ -109,11 +106,11 @@ def check_memory(config: Any, width: int, remedy: str) -> None:
 
 
 def with_adapter(folder: Path, load: Callable[[str], PreTrainedModel], *, merged: bool = True) -> Any:
-    """Load an adapter's base model with `load`, and merge the adapter or keep it separate.
+    """Load an adapter on top of its base model, and merge it unless `merged` is False. `load` loads the base model.
 
     Tied embeddings that the adapter changes are untied before merging.
 
-    Raises ValueError: peft is missing, weights are pickled, or the adapter does not fit.
+    Raises ValueError if peft is missing, weights are pickled, or the adapter does not fit the model.
     """
     try:
         from peft import PeftModel
@@ -136,7 +133,7 @@ def with_adapter(folder: Path, load: Callable[[str], PreTrainedModel], *, merged
 
 
 def _check_rows(folder: Path, base: str, model: PreTrainedModel) -> None:
-    """Raise ValueError if an adapter holds embeddings or an output projection for another number of tokens."""
+    """Raise ValueError if an adapter contains embeddings or an output projection for another vocabulary size."""
     rows, path = len(model.get_input_embeddings().weight), folder / ADAPTER_FILE
     layers = {name.removesuffix(".weight") for name in names_of_embeddings(model)[:2]}
     ends = tuple(f".{layer}{end}" for layer in layers for end in (".weight", ".lora_B.weight"))
@@ -159,15 +156,15 @@ def _untie(model: PreTrainedModel) -> None:
 
 
 def load_whole(kind: Any, source: str | Path, progress: Any = None, **settings: Any) -> PreTrainedModel:
-    """Call `kind.from_pretrained`, and raise ValueError if the files lack weights; see also `UNLOADABLE`.
+    """Load a model with `kind.from_pretrained`. Raises ValueError for missing weights, or an exception in `UNLOADABLE`.
 
-    Weights are copied to memory, since writes to mapped files would change the model. With dtype "stored" they are
-    mapped, for callers that convert and drop them. `progress` is called with the percentage of what was read and 100.
+    Weights are copied to memory, so that later changes of the files do not change the model. With dtype "stored", they
+    stay memory-mapped, for callers that convert them. `progress` is called as `progress(percent, 100)`.
     """
     model: PreTrainedModel
     config = settings.get("config") or load_config(source)
     if tensors := _stored_tensors(str(source), config, settings, progress):
-        shape = meta_model(config)  # as classes of transformers take tensors, but not `kind`
+        shape = meta_model(config)  # auto classes such as `kind` do not accept tensors
         settings |= {"config": shape.config, "state_dict": tensors}
         model, report = type(shape).from_pretrained(None, output_loading_info=True, **settings)
         model.config.name_or_path = model.name_or_path = str(source)
@@ -185,7 +182,7 @@ def load_whole(kind: Any, source: str | Path, progress: Any = None, **settings: 
 
 
 class _Stored:
-    """Tensor of a file, which `from_pretrained` reads by indexing."""
+    """Lazily loaded tensor of a file, which `from_pretrained` loads by indexing."""
 
     def __init__(self, read: Callable[[], Tensor]) -> None:
         self._read = read
@@ -195,9 +192,9 @@ class _Stored:
 
 
 def _stored_tensors(source: str, config: Any, settings: dict[str, Any], progress: Any) -> dict[str, _Stored] | None:
-    """Return the tensors of safetensors files, and set `dtype`. Return None if only transformers can read the files.
+    """Return lazily loaded tensors of safetensors files and set `dtype`; None if transformers must load the files.
 
-    It maps whole files, whose memory counts until the last tensor is converted.
+    transformers itself maps whole files, and their memory stays in use until the last tensor is converted.
     """
     is_mapped = settings.get("dtype") == "stored"
     settings |= {"dtype": torch.float32} if is_mapped else {}
@@ -232,19 +229,19 @@ def _weight_files(source: str, is_wanted: Callable[[str], bool] = lambda name: T
 
 
 def meta_model(config: Any) -> PreTrainedModel:
-    """Build the model of a configuration on the meta device. Raises `UNLOADABLE` if that fails."""
+    """Build the model of a configuration on the meta device. Raises an exception in `UNLOADABLE` on failure."""
     with torch.device("meta"):
         model: PreTrainedModel = model_class(config).from_config(config, trust_remote_code=False)
     return model
 
 
 def is_adapter(folder: Path) -> bool:
-    """Check if a folder holds a LoRA adapter instead of a model."""
+    """Check if a folder contains a LoRA adapter instead of a model."""
     return (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file()
 
 
 def load_config(source: str | Path) -> Any:
-    """Load a model's configuration. Raises ValueError if there is none, or it is not one of a model."""
+    """Load a model's configuration. Raises ValueError if it is missing, or is not the configuration of a model."""
     location = model_source(str(source), weights=False)
     try:
         return AutoConfig.from_pretrained(location, trust_remote_code=False)
@@ -255,7 +252,7 @@ def load_config(source: str | Path) -> Any:
 
 
 def base_of(folder: Path) -> str:
-    """Return the base model of an adapter. Raises ValueError if it names none, or another adapter."""
+    """Return the base model of an adapter. Raises ValueError if it is missing or is itself an adapter."""
     path = folder / ADAPTER_CONFIG
     settings = read_json(path)
     base = adapter_base(settings)
@@ -267,9 +264,9 @@ def base_of(folder: Path) -> str:
 
 
 def only_safetensors(source: str) -> bool | None:
-    """Return `use_safetensors` for `from_pretrained`: True, or None if pickles are allowed.
+    """Return the argument `use_safetensors` for `from_pretrained`: True, or None if pickles are allowed.
 
-    Raises ValueError if an adapter's weights are pickled, which that setting does not prevent, or an index is invalid.
+    Raises ValueError for an adapter with pickled weights, which the argument does not prevent, or an invalid index.
     """
     if pickles_allowed():
         return None
@@ -281,14 +278,14 @@ def only_safetensors(source: str) -> bool | None:
 
 
 def weights_fault(folder: Path) -> str:
-    """Return why the weights in a folder cannot be loaded, or nothing."""
+    """Return the reason why the weights in a folder cannot be loaded, or an empty string."""
     if any(folder.glob("*.safetensors")) or (pickles_allowed() and any(folder.glob("*.bin"))):
         return ""
     return f"safetensors weights are missing; {_PICKLES}"
 
 
 def reason(source: str, error: Exception) -> str:
-    """Return in one line why a model could not be loaded, with a remedy for pickled weights."""
+    """Summarise in one line why a model could not be loaded, with a remedy for pickled weights."""
     if isinstance(error, UnpicklingError):  # torch's message recommends unsafe loading
         return "its pickled weights are damaged or contain more than tensors, and were not loaded"
     if isinstance(error, OSError) and not Path(source).is_dir() and (away := out_of_reach()):
@@ -298,7 +295,7 @@ def reason(source: str, error: Exception) -> str:
 
 
 def names_of_embeddings(model: PreTrainedModel) -> tuple[str, str, str | None]:
-    """Return the names of a model's token embeddings, output projection (the same if tied) and its bias."""
+    """Return the parameter names of token embeddings, output projection (the same if tied) and output bias."""
     head = model.get_output_embeddings()
     weights = (model.get_input_embeddings().weight, head.weight, getattr(head, "bias", None))
     names = [next((name for name, one in model.named_parameters() if one is weight), None) for weight in weights]
@@ -308,9 +305,9 @@ def names_of_embeddings(model: PreTrainedModel) -> tuple[str, str, str | None]:
 
 
 def read_tensor(source: str, name: str, prefix: str = "") -> Tensor | None:
-    """Read a floating-point tensor from the safetensors files of a folder or hub id, or return None if missing.
+    """Load a floating-point tensor from the safetensors files of a folder or hub id; None if it is missing.
 
-    Files of a model without an output layer lack the `prefix`. Raises ValueError for invalid indices and files.
+    The name is also tried without `prefix`, which files of a base model lack. Raises ValueError for invalid files.
     """
     names = (name, name.removeprefix(prefix))
     path = next(iter(_weight_files(source, names.__contains__)), None)

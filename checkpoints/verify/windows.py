@@ -1,4 +1,4 @@
-"""Sliding windows of attention and limits of positions in a model's configuration."""
+"""Sliding attention windows and position limits in a model's configuration."""
 
 from typing import Any
 
@@ -9,13 +9,13 @@ _LEAST = 128  # exceeds the depth of any tree, whose tokens must attend to each 
 
 
 def sliding_window(config: Any) -> int | None:
-    """Return the number of tokens, including itself, that a token attends to in sliding layers; None without them."""
+    """Return the size of the sliding attention window, including the token itself; None without sliding layers."""
     slides = getattr(config, "use_sliding_window", True)
     return (getattr(config, "sliding_window", None) or None) if slides else None
 
 
 def windows(config: Any) -> tuple[int | None, ...]:
-    """Return each layer's window; None for layers that attend to all tokens, or all within `position_limit`."""
+    """Return the attention window of each layer; None if a layer attends to all tokens up to `position_limit`."""
     window = sliding_window(config)
     if window is None or not _has_sliding_window(config):
         return (None,) * config.num_hidden_layers
@@ -24,10 +24,10 @@ def windows(config: Any) -> tuple[int | None, ...]:
 
 
 def position_limit(config: Any) -> int | None:
-    """Return the maximum number of positions in this engine; None for no limit.
+    """Return the maximum number of positions that draftsmith supports; None for no limit.
 
-    Unsupported windows and chunks of attention limit it, and LongRoPE's change to its long factors: keys that were
-    cached before have the short ones.
+    Unsupported sliding windows and attention chunks limit it. So does LongRoPE, because keys that are cached before its
+    switch to long factors would have to be recomputed.
     """
     window = None if _has_sliding_window(config) else sliding_window(config)
     names = ["max_position_embeddings", "max_seq_len", "attention_chunk_size"]
