@@ -172,7 +172,7 @@ class MultiCandidateConfig(NaiveMultiCandidate):
 
 @register("batch-speculative", ("drafter",))
 class BatchSpeculative(_WithDrafter):
-    """Chains sampled from a drafter with replacement."""
+    """Chains sampled independently from a drafter, verified by rejection sampling."""
 
     gamma: Annotated[int, _GAMMA] = 4
     num_drafts: Annotated[int, "number of chains"] = 4

@@ -172,7 +172,7 @@ def parse_branching(text: str) -> tuple[int, ...]:
     """Parse a k-configuration such as `4x2x2x1` (arXiv 2401.06706, section 4.3).
 
     Raises:
-        ValueError: The text does not parse.
+        ValueError: The text is invalid.
     """
     parts = str(text).lower().split("x")
     if not all(part.strip().isdigit() and int(part) > 0 for part in parts):
@@ -199,7 +199,7 @@ def parse_tree(text: str) -> tuple[Tree, Tensor]:
         The tree, and the rank of each node [N] (0 for the root).
 
     Raises:
-        ValueError: The text does not parse.
+        ValueError: The text is invalid.
     """
     text = MEDUSA_63 if text == "medusa-63" else text
     if not set(text) & set(",."):

@@ -11,7 +11,7 @@ _MAY_CHANGE = {
 
 
 def micro_steps(global_batch: int, micro_batch: int, processes: int) -> int:
-    """Return the number of micro steps per process and step. Raises ValueError if it is not an integer."""
+    """Return the number of forward passes of a process per optimizer step. Raises ValueError if it is fractional."""
     step_blocks = micro_batch * processes
     if global_batch % step_blocks:
         raise ValueError(
@@ -60,7 +60,7 @@ class FitConfig:
     keep_checkpoints: int = _limited(2, ge=1)
     """Maximum number of checkpoints on disk."""
     log_every: int = _limited(10, ge=1)
-    """Steps between log lines and between reports to trackers."""
+    """Steps between log lines, which are also sent to trackers."""
     on_bad_step: Literal["stop", "skip"] = "stop"
     """Action if the loss or gradient is not finite or the gradient exceeds `max_norm`: stop the run, or skip the step
     (at most 50 times in a row)."""

@@ -232,5 +232,5 @@ class DynamicTree(DrafterProposer):
             self.suffix.commit(context, proposal, verdict)
 
     def forwards(self, nodes: float) -> list[tuple[Any, int]]:
-        """Return the forwards of the last proposal, because `nodes` does not determine their number."""
+        """Return the forward passes of the last proposal, because `nodes` does not determine their number."""
         return [(self.model, count) for count in self._ran]

@@ -48,7 +48,7 @@ class _Row:
     drafter: _Continuations = field(default_factory=dict)
 
     def advance(self, most: int, levels: int, stop_ids: frozenset[int]) -> None:
-        """Advance the search until a beam is reached whose distribution under the target is unknown."""
+        """Advance the search as long as the target's distribution after each beam is known."""
         while not self.ended(levels) and all(beam.ended or beam.node is not None for beam in self.beams):
             candidates: list[tuple[np.float32, int, int]] = []
             for number, beam in enumerate(self.beams):
@@ -206,5 +206,5 @@ class SpeculativeBeam(Proposer):
         del self._target, self._draft
 
     def forwards(self, nodes: float) -> list[tuple[Any, int]]:
-        """Return the forwards of the last proposal, because `nodes` does not determine their number."""
+        """Return the forward passes of the last proposal, because `nodes` does not determine their number."""
         return self._ran

@@ -48,7 +48,7 @@ def documents_attention(
     spans: Spans | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Compute causal attention within each span; keys and values may have fewer heads. Returns [B, T, H, D]."""
+    """Compute causal attention within each span, with grouped queries if needed. Returns [B, T, H, D]."""
     if spans is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 

@@ -188,7 +188,7 @@ def _learned_positions(model: Any) -> int | None:
 
 
 def _flash_attention(batch: Batch) -> dict[str, Any]:
-    """Return the positions of all tokens in one row, and the borders of the documents and of the padding."""
+    """Return arguments of flash attention: positions as one row, and cumulative document and padding lengths."""
     documents_BT = batch.documents_BT
     starts_BT = torch.ones_like(documents_BT, dtype=torch.bool)
     starts_BT[:, 1:] = documents_BT[:, 1:] != documents_BT[:, :-1]

@@ -120,7 +120,7 @@ class _Run:
         self.accelerator.free_memory()
 
     def opening_line(self, position: Position) -> str:
-        """Return the first log line: processes, device and size of the run."""
+        """Return the first log line, with the processes, device, precision and number of steps."""
         config, accelerator = self.config, self.accelerator
         resumed = "" if self.resumed_from is None else f"; resumed after step {position.step}"
         tokens = config.global_batch * self.data.block_tokens

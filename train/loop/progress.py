@@ -24,7 +24,7 @@ class Report:
             print(escape_control(redacted(text)), file=sys.stderr)
 
     def step(self, step: int, loss: float, tokens_per_second: float, seconds: float) -> None:
-        """Report that `step` steps are done, with loss and duration of the last one."""
+        """Print step, loss, tokens per second and remaining time, at most every 15 seconds."""
         self._seconds += seconds  # evaluations are excluded from the estimate of the remaining time
         if time.monotonic() - self._last_line >= _SECONDS_BETWEEN_LINES or step == self._steps:
             self._last_line = time.monotonic()

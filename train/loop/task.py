@@ -21,8 +21,8 @@ class Task:
     title: str | None = None
     """Prefix of log lines. None uses `name`."""
     module: nn.Module
-    """Module whose forward(tokens_BT, labels_BT, positions_BT, documents_BT) returns (loss sums, counts), tensors of
-    one shape. The loss of a step is Σ sums ÷ counts, each over the whole global batch."""
+    """Module whose forward(tokens_BT, labels_BT, positions_BT, documents_BT) returns (loss sums, counts), two
+    tensors of the same shape. The loss of a step is Σ sums ÷ counts over the whole global batch."""
     settings: dict[str, Any]
     """Settings that must not change when a run resumes (JSON values)."""
     rewrites = False

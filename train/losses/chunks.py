@@ -148,7 +148,7 @@ def to_top_k_events(logits_RV: Tensor, ids_RK: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def to_events(targets: Targets, logits_RV: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return the drafter's log-probabilities of the targets' events; see `to_top_k_events`."""
+    """Return the drafter's log-probabilities of the events in `targets`; see `to_top_k_events`."""
     return (logits_RV.log_softmax(1), None) if targets.ids_RK is None else to_top_k_events(logits_RV, targets.ids_RK)
 
 
@@ -193,7 +193,7 @@ class Product:
         return self._cast_VD
 
     def __call__(self, hidden_CD: Tensor, weight_VD: Tensor | None) -> Tensor:
-        """Return logits [C, V] of detached states [C, D]. Without a projection the states are logits."""
+        """Return logits [C, V] of detached states [C, D]. Without a projection, the states are already logits."""
         if weight_VD is None:
             return hidden_CD
         if self._out_CV is None or len(self._out_CV) < len(hidden_CD):
@@ -204,7 +204,7 @@ class Product:
 
 
 class Plan:
-    """Division of a fused loss into chunks, and its computation. For the arguments, see `drafter.heads_mixture`."""
+    """Computation of a fused loss in chunks. For the arguments, see `drafter.heads_mixture`."""
 
     def __init__(
         self,
@@ -239,7 +239,7 @@ class Plan:
             assert teacher_rows_XK is not None or self._targets.positions == len(labels_XK)
 
     def steps(self) -> Iterator[tuple[int, Tensor, Tensor | None]]:
-        """Yield chunks: a head, positions int64 [C], and their rows int64 [C] in the teacher's chunk (or None)."""
+        """Yield each head's chunks: head index, positions int64 [C], and rows in the loaded teacher chunk or None."""
         if self._targets is None:
             for head, rows in enumerate(self._labelled):
                 yield from ((head, rows_C, None) for rows_C in _even(rows, self._size))

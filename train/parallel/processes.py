@@ -25,7 +25,7 @@ class TrainingError(ValueError):
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Check if an error means that memory of the host or a device ran out."""
+    """Check if an error means that the host or a device is out of memory."""
     return isinstance(error, MemoryError) or any(phrase in str(error).lower() for phrase in _NO_MEMORY)
 
 

@@ -151,7 +151,7 @@ def scatter_optimizer(accelerator: Any, groups: Sequence[Mapping[str, Any]], sav
 
 
 def _link_moments(engine: Any) -> None:
-    """Link parameters to their moments, which ZeRO 1 and 2 otherwise do at the first step."""
+    """Link parameters to their AdamW moments, because ZeRO 1 and 2 only do so at the first step."""
     if engine.zero_optimization_stage() < 3:
         engine.optimizer._hp_optimizer_states_linked = False
         engine.optimizer._lazy_init_hp_params_optimizer_state()

@@ -89,7 +89,7 @@ class PairCounter(AbstractContextManager["PairCounter"]):
             self.spill()
 
     def spill(self) -> None:
-        """Write all counts so far to disk, with their position."""
+        """Write all counts to disk, together with the position in the source."""
         if self._num_buffered:
             self._send()
         for worker in self._workers:
@@ -112,7 +112,7 @@ class PairCounter(AbstractContextManager["PairCounter"]):
         self.close()
 
     def _fill(self, tokens_T: NDArray[Any], ends_C: Ints) -> None:
-        """Write the keys of pairs into the buffer, and send full buffers to the threads."""
+        """Write token pairs into the buffer as integer keys, and pass full buffers to the worker threads."""
         start, pairs = 0, len(tokens_T) - 1
         while start < pairs:
             end = min(start + len(self._keys_T) - self._num_buffered, pairs)

@@ -126,7 +126,7 @@ class HeadsModule(nn.Module):
 
 
 def _logits_of(target: Any) -> Callable[[Tensor], Tensor]:
-    """Return a function from last hidden states [..., D] to logits [..., V] for output layers other than one matrix.
+    """Return a function from last hidden states to logits, for output layers that are not a single matrix.
 
     Raises ValueError if it does not reproduce the target's logits.
     """
