@@ -10,18 +10,18 @@ from numpy.typing import NDArray
 
 RESAMPLES = 2000
 MIN_PROMPTS = 3
-"""Minimum number of prompts for an interval."""
+"""Minimum number of prompts for a confidence interval."""
 Floats = NDArray[np.float64]
 
 
 def resample_weights(prompts: int, seed: int | Sequence[int] = 0, draws: int = RESAMPLES) -> Floats:
-    """Return the count of each prompt in each resample, [R, P]. Equal seeds give equal, and so paired, resamples."""
+    """Return how often each prompt occurs in each resample, [R, P]. Equal seeds give the same resamples."""
     rng = np.random.default_rng(seed)
     return rng.multinomial(prompts, np.full(prompts, 1 / prompts), size=draws).astype(np.float64)
 
 
 def resampled_ratios(over_PG: Floats, under_PG: Floats, seed: int = 0) -> Floats | None:
-    """Return Σ over / Σ under of each resample, [R, G], NaN for 0 / 0, or None for too few prompts."""
+    """Return the ratio of the sums of `over_PG` and `under_PG` in each resample, [R, G], or None for few prompts."""
     if len(over_PG) < MIN_PROMPTS:
         return None
     weight_RP = resample_weights(len(over_PG), seed)
@@ -30,7 +30,7 @@ def resampled_ratios(over_PG: Floats, under_PG: Floats, seed: int = 0) -> Floats
 
 
 def percentile_interval(values_R: Floats | None, level: float = 0.95) -> tuple[float, float] | None:
-    """Return the central interval of resampled values, or None if a tenth of them or more are not finite."""
+    """Return the percentile interval of resampled values, or None if over 10 % of them are not finite."""
     if values_R is None:
         return None
     finite_R = values_R[np.isfinite(values_R)]

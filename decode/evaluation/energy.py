@@ -1,13 +1,13 @@
-"""Energy counters of devices, and the procedure for reading them.
+"""Energy measurement with the counters of GPUs and processors.
 
 A counter covers a whole device including all processes: a GPU board with its memory, or processor packages and, if the
 machine counts it, their memory. Fans, disks and power supplies are not included.
 
 The procedure follows Yang, Adámek and Armour (arXiv 2312.02741) and arXiv 2407.09722, appendix B. GPU sensors report a
-mean over a window once per period. Those of the A100 and H100 sample 25 ms of every 100 ms.
+mean over a window once per period. The sensors of the A100 and H100 sample 25 ms of every 100 ms.
 
-1. Windows last at least `Timing.seconds`, which spans many periods. If the sensor samples part-time, eight pauses of
-   its window's length shift the work against it. Their idle energy is subtracted (joules are at most 4 % too high).
+1. Windows last at least `Timing.seconds`, which spans many periods. If the sensor samples part of the time,
+   eight pauses shift the work relative to its samples, and their idle energy is subtracted (error at most 4 %).
 2. Several trials follow waits of random length. Results are their mean and its standard error.
 3. Work while the power rises is discarded. A window begins and ends when the counter has just changed, so that both
    ends have the same lag.
@@ -36,12 +36,12 @@ _MAX_SILENCE = 2.0
 
 
 class CounterError(Exception):
-    """Error of a counter that can no longer be read, does not change, or decreases."""
+    """Error raised if an energy counter cannot be read, does not change, or decreases."""
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Durations for reading a kind of counter, in seconds."""
+    """Durations for measuring with a kind of energy counter, in seconds."""
 
     seconds: float
     """Minimum length of the window of one trial."""
@@ -50,7 +50,7 @@ class Timing:
     period: float
     """Maximum time between two changes of the counter."""
     pause: float
-    """Length of the pauses that shift the work against the sensor. 0 for a sensor that samples continuously."""
+    """Length of the pauses that shift the work relative to the sensor's samples. 0 for continuous sensors."""
     trials: int = 4
 
 
@@ -60,27 +60,27 @@ RAPL = Timing(seconds=1.0, discard=0.2, period=0.01, pause=0.0)
 
 @dataclass(frozen=True)
 class Energy:
-    """Energy of a unit of work: a token or a forward."""
+    """Energy per unit of work, which is a token or a forward."""
 
     source: str
     """Counter: "nvml" or "rapl"."""
     joules: float
-    """Mean of the trials, including idle power."""
+    """Joules per unit including idle power, as mean of the trials."""
     error: float
-    """Standard error of that mean."""
+    """Standard error of `joules`."""
     above_idle: float | None
-    """Joules in excess of the idle device. None if negative, for example because other work ran on it."""
+    """Joules per unit above idle power. None if negative, for example if other processes used the device."""
     watts: float
-    """Mean power while working."""
+    """Mean power during the work."""
     idle_watts: float
     seconds: float
-    """Seconds per unit in the windows."""
+    """Seconds per unit of work."""
     trials: list[float]
     """Joules per unit of each trial."""
 
 
 class _Window(NamedTuple):
-    """State at the end of a window, at which the counter has just changed."""
+    """Counter state at the end of a measurement window."""
 
     at: float
     joules: float
@@ -89,10 +89,10 @@ class _Window(NamedTuple):
 
 
 class EnergyMeter:
-    """Counter that is read by the procedure of this module.
+    """Energy meter that measures work with a counter, by the procedure of this module.
 
-    `joules` returns the joules of all devices since a fixed moment, or raises CounterError. `clock` and `sleep` define
-    time.
+    `joules` returns the joules of all devices since a fixed moment, or raises CounterError. `clock` and `sleep` can
+    replace the functions of `time`.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class EnergyMeter:
         self._close()
 
     def idle_watts(self) -> float:
-        """Return the power while this process is idle, after a pause.
+        """Measure the power of the devices while this process is idle.
 
         Raises:
             CounterError: The counter fails.
@@ -140,7 +140,7 @@ class EnergyMeter:
         seed: int = 0,
         progress: Callable[[int, int], None] | None = None,
     ) -> Energy:
-        """Return the energy of a unit of work. `seed` determines the random waits.
+        """Measure the energy per unit of work. `seed` determines the random waits.
 
         `work` does some work, waits for the devices, and returns the number of units done.
 
@@ -164,7 +164,7 @@ class EnergyMeter:
         return Energy(self.source, joules, error, excess if excess >= 0 else None, watts, idle_watts, seconds, trials)
 
     def _run(self, work: Callable[[], float], seconds: float, pause: float = 0.0) -> _Window:
-        """Work for `seconds`, then until the counter changes."""
+        """Repeat `work` for `seconds`, and then until the counter changes."""
         clock, period = self._clock, self.timing.period
         begin = changed_at = clock()
         value, units, paused, pauses = self.joules(), 0.0, 0.0, 0
@@ -189,7 +189,7 @@ class EnergyMeter:
 
 
 class RaplCounter:
-    """Counter of zones of Linux's power capping interface. `energy_uj` wraps, so it must be read often.
+    """Energy counter of Linux power capping zones. It wraps around, so it must be read often.
 
     Raises:
         OSError: A file cannot be read.
@@ -216,9 +216,9 @@ class RaplCounter:
 
 
 def open_meter(devices: Sequence[torch.device]) -> tuple[EnergyMeter | None, str]:
-    """Return a meter of the GPUs among the devices, or else of the processor, and what it covers.
+    """Open an energy meter for the GPUs among the devices, or for the processor if there are none.
 
-    Without a counter, return None and the reason.
+    Returns the meter and what it measures, or None and the reason why no counter is available.
     """
     kinds = {device.type for device in devices} - {"meta"}
     if "cuda" in kinds:
@@ -229,7 +229,7 @@ def open_meter(devices: Sequence[torch.device]) -> tuple[EnergyMeter | None, str
 
 
 def cuda_uuid(device: torch.device) -> str:
-    """Return NVML's name of a device, since NVML orders GPUs differently and includes hidden ones."""
+    """Return the UUID that identifies a device in NVML, whose device order differs from PyTorch's."""
     return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
 
 
@@ -253,7 +253,7 @@ def _open_rapl() -> tuple[EnergyMeter | None, str]:
 
 
 def _open_nvml(uuids: Sequence[str]) -> tuple[EnergyMeter | None, str]:
-    """Open NVML's counter of millijoules since the driver was loaded (Volta and later)."""
+    """Open NVML's counter, which counts millijoules since the driver was loaded (Volta and later)."""
     try:
         nvml: Any = importlib.import_module("pynvml")
     except ModuleNotFoundError:
@@ -279,11 +279,11 @@ def _open_nvml(uuids: Sequence[str]) -> tuple[EnergyMeter | None, str]:
 def measure_batches(
     model: LanguageModel, batches: Sequence[int], runs: int, context: int, meter: EnergyMeter | None, seed: int = 0
 ) -> dict[str, Any]:
-    """Measure forwards of one new token at several batch sizes, each input following `context` tokens.
+    """Measure time and energy of forwards of one new token at several batch sizes, after `context` tokens.
 
-    Returns the arguments, the counter's `source` and `idle_watts`, its `failure` if it failed, and by batch size a row
-    with the median seconds and the mean joules `_per_run` and `_per_input` and their standard `errors`. Joules contain
-    idle power except `joules_per_run_above_idle`.
+    Returns the arguments, the counter's `source`, `idle_watts` and `failure` (if it failed), and a row for each batch
+    size, which contains the median seconds and mean joules `_per_run` and `_per_input`, and their standard `errors`.
+    Joules contain idle power except `joules_per_run_above_idle`.
     """
     sizes = sorted(batches)
     calls = [raw_forward(model, 1, context, batch=batch, seed=seed, fill_cache=True) for batch in sizes]
@@ -308,7 +308,7 @@ def measure_batches(
 
 
 def batch_row(batch: int, seconds: Sequence[float], energy: Energy | None) -> dict[str, Any]:
-    """Return the result row of one batch size, from the seconds and the energy of its forwards."""
+    """Return the result row of one batch size, given the seconds and the energy of its forwards."""
     error = statistics.stdev(seconds) / len(seconds) ** 0.5 if len(seconds) > 1 else 0.0
     median, joules = statistics.median(seconds), energy.joules if energy else None
     return {

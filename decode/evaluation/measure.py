@@ -31,14 +31,14 @@ REFERENCE = "transformers"
 NUM_PROFILED = 3
 """Number of prompts that are decoded again to profile steps and to measure energy."""
 MAX_STEADY_SLOWDOWN = 1.25
-"""Largest `Run.slowdown` of a steady row. Undisturbed rows have 1.03 to 1.10."""
+"""Maximum `Run.slowdown` of steady measurements. Undisturbed measurements have 1.03 to 1.10."""
 _MIN_PROMPTS = 4  # minimum for a quartile
 _Job = Callable[[int, Sequence[Sequence[int]], Limits], list["Decoded"]]
 
 
 @dataclass(frozen=True)
 class Entry:
-    """Method with its settings, which becomes one row of the table."""
+    """Method with its settings, for which an evaluation returns one row."""
 
     label: str
     method: str
@@ -47,7 +47,7 @@ class Entry:
 
 
 class Decoded(NamedTuple):
-    """Tokens, counts and times of one prompt."""
+    """Output tokens, counts and times of one prompt."""
 
     ids: list[int]
     tally: Tally
@@ -66,11 +66,11 @@ class RunKey(NamedTuple):
 
 @dataclass(frozen=True)
 class Run:
-    """Runs of one entry by prompt. Tokens and counts are those of the first repeat."""
+    """Measurements of one entry, grouped by prompt. Tokens and counts are those of the first repeat."""
 
     by_prompt: list[list[Decoded]]
     groups: Sequence[int] = ()
-    """Batch of each prompt, whose time its prompts share equally. Empty if prompts were decoded one by one."""
+    """Batch number of each prompt. Its prompts share the batch's time equally. Empty for batch size 1."""
 
     @property
     def ids(self) -> list[list[int]]:
@@ -87,25 +87,25 @@ class Run:
         )
 
     def by_batch(self, values: Sequence[float]) -> list[list[float]]:
-        """Group values of prompts by batch."""
+        """Group values, one for each prompt, by batch."""
         batches: dict[int, list[float]] = {}
         for group, value in zip(self.groups or range(len(values)), values, strict=True):
             batches.setdefault(group, []).append(value)
         return list(batches.values())
 
     def median_seconds(self) -> list[float]:
-        """Return the median seconds of each prompt."""
+        """Return each prompt's median seconds over all repeats."""
         return [statistics.median(run.seconds for run in runs) for runs in self.by_prompt]
 
     def stepping_seconds(self) -> list[float]:
-        """Return the median seconds of each prompt without prefill."""
+        """Return each prompt's median seconds over all repeats, without prefill."""
         return [statistics.median(run.seconds - run.prefill_seconds for run in runs) for runs in self.by_prompt]
 
     def slowdown(self) -> float | None:
         """Return the time of the steps relative to an estimate of their undisturbed time, or None for too few prompts.
 
-        Other work on the machine can only make runs longer. With several repeats the undisturbed time is the fastest of
-        each batch, otherwise the lower quartile of the time per step.
+        Other processes can only make runs longer. With several repeats, the estimate uses the fastest one of each
+        batch, otherwise the lower quartile of the time per step.
         """
         runs = zip(*([run.seconds - run.prefill_seconds for run in row] for row in self.by_prompt), strict=True)
         times = list(zip(*(map(sum, self.by_batch(row)) for row in runs), strict=True))
@@ -120,7 +120,7 @@ class Run:
         return sum(self.stepping_seconds()) / undisturbed
 
     def is_disturbed(self) -> bool:
-        """Return whether other work disturbed the times."""
+        """Return whether the slowdown is above `MAX_STEADY_SLOWDOWN`."""
         return (self.slowdown() or 1.0) > MAX_STEADY_SLOWDOWN
 
 
@@ -140,7 +140,7 @@ def decode_prompt(
     limits: Limits,
     profile: StepProfile | None = None,
 ) -> Decoded:
-    """Decode one prompt with one method."""
+    """Decode one prompt with a method."""
     return decode_batch(target, method, sampling, seed, [prompt], limits, profile)[0]
 
 
@@ -153,7 +153,7 @@ def decode_batch(
     limits: Limits,
     profile: StepProfile | None = None,
 ) -> list[Decoded]:
-    """Decode prompts in one batch, which share its time equally. Prompt b uses the seed `seed + b`."""
+    """Decode prompts in one batch, and divide its time equally. Prompt b uses the seed `seed + b`."""
     ids: list[list[int]] = [[] for _ in prompts]
     tallies = [Tally() for _ in prompts]
     synchronise(target)
@@ -179,7 +179,7 @@ def sample_texts(
     batch: int = 8,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[list[int]]:
-    """Return the target's own continuation of each prompt. Prompt b uses the seed `seed + b`."""
+    """Generate a continuation of each prompt by autoregressive decoding. Prompt b uses the seed `seed + b`."""
     texts: list[list[int]] = []
     method = build_method(BASELINE, Parts(), sampling)
     for first in range(0, len(prompts), batch):
@@ -199,11 +199,11 @@ _NOT_APPLIED = {
     **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty")),
     **dict.fromkeys(("stop_strings", "penalty_alpha", "dola_layers", "watermarking_config")),
 }
-"""Settings of `transformers.generate` that change greedy text, with their neutral values."""
+"""Settings of `transformers.generate` that change greedy output, with their neutral values."""
 
 
 def ignored_settings(generation_config: Any) -> dict[str, Any]:
-    """Return the settings that change greedy text in `transformers.generate` and that no method here applies."""
+    """Return the settings that change greedy output in `transformers.generate` but are not supported here."""
     values = {name: getattr(generation_config, name, None) for name in _NOT_APPLIED}
     if getattr(generation_config, "cache_implementation", None) == "quantized":
         values["cache_implementation"] = "quantized"
@@ -252,7 +252,7 @@ def measure(
     on_run: Callable[[RunKey, Decoded], None] | None = None,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> dict[str, Run]:
-    """Decode every prompt with every entry `repeats` times, and return the runs by label.
+    """Decode every prompt with every entry `repeats` times. Return a mapping from labels to runs.
 
     The order changes from prompt to prompt (`job_order`). The tokens of a prompt depend on the seed and its index only,
     so all repeats give the same tokens. The transformers model `reference` adds a row of greedy decoding if an entry is
@@ -290,8 +290,8 @@ def warm_up_prompts(
 ) -> list[tuple[Sequence[int], Limits]]:
     """Return the prompts and limits to decode before timing starts.
 
-    On a GPU these are a prompt of each length that needs its own graph, decoded to the limit so that no graph is
-    captured during measurement. The longest comes first, so that all can reuse its cache.
+    On a GPU there is one prompt for each length that needs its own graph. It is decoded to the limit, so that no graph
+    is captured during measurement. The longest comes first, so that all can reuse its cache.
     """
     if device == "cpu":
         return [(prompts[0], Limits(min(8, limits.max_new_tokens), limits.stop_ids))]
@@ -302,7 +302,7 @@ def warm_up_prompts(
 
 
 def _round(labels: Sequence[str], prompts: int, batch: int, repeat: int) -> list[RunKey]:
-    """Return the keys of one repeat, with the prompts of a batch in succession."""
+    """Return the keys of all runs of one repeat. The prompts of a batch are adjacent."""
     groups = [range(first, min(first + batch, prompts)) for first in range(0, prompts, batch)]
     orders = [job_order(len(labels), repeat * len(groups) + number) for number in range(len(groups))]
     pairs = zip(groups, orders, strict=True)
@@ -310,7 +310,7 @@ def _round(labels: Sequence[str], prompts: int, batch: int, repeat: int) -> list
 
 
 def _jobs(target: LanguageModel, parts: Parts, entries: Sequence[Entry], reference: Any, seed: int) -> dict[str, _Job]:
-    """Return functions by label that decode a batch, given the index of its first prompt."""
+    """Return a mapping from labels to functions that decode a batch, given the index of its first prompt."""
 
     def job(method: Method, sampling: Sampling) -> _Job:
         return lambda index, prompts, limits: decode_batch(target, method, sampling, seed + index, prompts, limits)
@@ -345,7 +345,7 @@ def profile_steps(
     seed: int = 0,
     batch: int = 1,
 ) -> StepProfile:
-    """Decode the first prompts, or their batches, again and time the phases of their steps."""
+    """Decode the first prompts, or their batches, again, and time the phases of each step."""
     method = build_method(entry.method, parts, entry.sampling, **entry.options)
     whole = StepProfile(target.device)
     for first in range(0, min(NUM_PROFILED, len(prompts)), batch):
@@ -368,7 +368,7 @@ def measure_entry_energy(
     seed: int = 0,
     progress: Callable[[int, int], None] | None = None,
 ) -> Energy:
-    """Measure the joules per token of an entry, with prefill, by repeated decoding of the first prompts.
+    """Measure the joules per token of an entry, including prefill, by decoding the first prompts repeatedly.
 
     Raises:
         CounterError: The counter fails.
@@ -388,7 +388,7 @@ def measure_entry_energy(
 def check_capacity(
     target: LanguageModel, parts: Parts, entries: Sequence[Entry], prompts: Mapping[str, Sequence[int]], limits: Limits
 ) -> None:
-    """Raise ValueError if the longest prompt and its answer exceed the positions of the target or a row's drafter."""
+    """Raise ValueError if the longest prompt and its response exceed the positions of the target or a drafter."""
     limits_by_entry = []
     for entry in entries:
         proposer = build_method(entry.method, parts, entry.sampling, **entry.options).proposer
@@ -407,7 +407,7 @@ def check_capacity(
 
 
 def devices_of(target: LanguageModel, parts: Parts) -> list[torch.device]:
-    """Return the devices of a target and its drafters and heads."""
+    """Return the devices of a target, its drafters and its heads."""
     models = [target, *filter(None, (parts.drafter, *parts.more_drafters))]
     devices = [device for model in models for device in (model.device, *(model.layer_devices or ()))]
     if isinstance(parts.heads, nn.Module):

@@ -1,4 +1,4 @@
-"""Definitions of the metrics that all tables use.
+"""Definitions of the metrics in evaluation results.
 
 - `tokens_per_step` (mean acceptance length τ): generated tokens ÷ target forwards. It counts bonus tokens, but neither
   the prefill nor tokens after a stop token or the limit.
@@ -27,7 +27,7 @@ BOUNDED_METRICS = ("acceptance_rate", "acceptance_at_k", "acceptance_by_depth", 
 
 @dataclass
 class Tally:
-    """Counts over the steps of one row or of several rows."""
+    """Counts over the decoding steps of one or several rows."""
 
     tokens: int = 0
     steps: int = 0
@@ -41,7 +41,7 @@ class Tally:
     passed: list[int] = field(default_factory=list)
 
     def add_step(self, step: Step, row: int) -> None:
-        """Count one iteration of a row, unless the row had ended before."""
+        """Add the counts of one step of a row, unless the row had ended before."""
         if not step.active[row]:
             return
         accepted, rejected = int(step.accepted[row]), bool(step.rejected[row])
@@ -61,7 +61,7 @@ class Tally:
 
     @property
     def rounds(self) -> int:
-        """Return the iterations or, if they were not counted, the target forwards, which differ for beams only."""
+        """Return the number of iterations or, if not counted, of target forwards. They differ only for beam search."""
         return self.iterations or self.steps
 
     def __add__(self, other: "Tally") -> "Tally":
@@ -75,7 +75,7 @@ class Tally:
         return Tally(**counts)
 
     def metrics(self) -> dict[str, object]:
-        """Return the metrics of this module by name. Values without any examined tokens are None."""
+        """Return a mapping from metric names to values. Metrics without any counts are None."""
         levels = self.accepted + self.rejections
         by_depth = [passed / reached for reached, passed in zip(self.reached, self.passed, strict=True) if reached]
         return {
@@ -88,7 +88,7 @@ class Tally:
 
 
 def total(tallies: Iterable[Tally]) -> Tally:
-    """Return the sum of all counts."""
+    """Return the sum of several tallies."""
     return sum(tallies, Tally())
 
 
@@ -107,13 +107,13 @@ def speedup_interval(
 
 
 def tokens_per_step_interval(tallies: Sequence[Tally]) -> Interval | None:
-    """Return the 95 % bootstrap interval of `tokens_per_step` over prompts, each of which has one tally."""
+    """Return the 95 % bootstrap interval of `tokens_per_step`, given one tally for each prompt."""
     tokens_P1, steps_P1 = (np.array([[getattr(tally, name)] for tally in tallies]) for name in ("tokens", "steps"))
     return percentile_interval(resampled_ratios(tokens_P1, steps_P1))
 
 
 def find_impossible_value(entry: Mapping[str, Any], forwards: float = 1.0, slack: float = 1.0) -> str | None:
-    """Return the reason why a measured entry cannot be correct, or None. Such entries are reported as errors.
+    """Return the reason why a measured entry cannot be correct, or None if it can.
 
     Numbers must be finite and at least 0, shares at most 1, and perplexities at least 1. The speedup's interval must
     not lie above the tokens per iteration, `tokens_per_step` times target `forwards` (for categories with 10 % slack).
@@ -138,7 +138,7 @@ def find_impossible_value(entry: Mapping[str, Any], forwards: float = 1.0, slack
 
 
 def _numbers(value: Any, key: str = "") -> Iterator[tuple[str, float]]:
-    """Yield every number of an entry with its path, except for options and categories."""
+    """Yield the path and value of every number in an entry, except in its options and categories."""
     if isinstance(value, Mapping):
         for name, inner in value.items():
             if name not in ("options", "by_category"):

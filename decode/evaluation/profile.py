@@ -1,4 +1,4 @@
-"""Time of steps by phase, time of a proposal's forwards in isolation, and FLOPs of steps.
+"""Profiling of decoding steps: time of each phase, time of drafting forwards in isolation, and FLOPs.
 
 Shape letters: B batch, N nodes, T tokens, M new tokens, S slots that they attend to, H heads, E head width.
 """
@@ -38,14 +38,14 @@ class FirstStep:
             self.at = time.perf_counter()
 
     def mark(self, phase: str) -> None:
-        """Ignore the end of a phase."""
+        """Do nothing at the end of a phase."""
 
 
 class StepProfile:
-    """Profile of the seconds of each phase of each step.
+    """Profile that records the seconds of each phase of each step.
 
-    On CUDA the phases up to the verdict are timed with events, and the commit ends in the step's only synchronisation.
-    `host` is the time between two steps and, on CUDA, the part of a step in which the device was idle.
+    On CUDA, the phases before the commit are timed with events, and the commit ends with the step's only
+    synchronisation. `host` is the time between two steps and, on CUDA, the part of a step in which the device was idle.
     """
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
@@ -144,9 +144,9 @@ def _patch_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def time_in_turns(model: LanguageModel, calls: Sequence[Callable[[], object]], rounds: int) -> list[list[float]]:
-    """Return the seconds of each call in each round. Calls take turns, so that drift affects all alike.
+    """Return the seconds of each call in each round. Calls take turns, so that slow changes affect all alike.
 
-    Each call first runs once untimed, since other calls have replaced the content of the caches.
+    Each call first runs once untimed, since other calls have replaced the content of the processor's caches.
     """
     seconds: list[list[float]] = [[] for _ in calls]
     for _ in range(rounds):
@@ -161,16 +161,16 @@ def time_in_turns(model: LanguageModel, calls: Sequence[Callable[[], object]], r
 
 
 def synchronise(model: LanguageModel) -> None:
-    """Wait for a model's device."""
+    """Wait until a model's device has finished all work."""
     if model.device.type == "cuda":
         torch.cuda.synchronize(model.device)
 
 
 @torch.inference_mode()
 def drafting_cost(target: LanguageModel, method: Method, nodes: float, context: int) -> tuple[float, int]:
-    """Return the time of a proposal's forwards relative to a one-token forward of the target, and their number.
+    """Return the time of a step's drafting forwards relative to a one-token target forward, and their number.
 
-    Forwards run in isolation after `context` committed tokens. The target scores `nodes` per iteration.
+    Forwards run in isolation after `context` committed tokens. `nodes` is the number of tree nodes in a step.
     """
     drafts = Counter[tuple[Any, int]]((model or target, count) for model, count in method.proposer.forwards(nodes))
     calls = {key: isolated_forward(target, *key, context) for key in ((target, 1), *drafts)}
@@ -193,8 +193,8 @@ def raw_forward(
 ) -> Callable[[], Tensor]:  # fmt: skip
     """Return a callable that runs a forward of `nodes` tokens after `context` committed ones.
 
-    Tokens differ, since equal ones would select the same experts of a mixture. `fill_cache` runs the context, since the
-    energy of a product depends on its values. With `tree`, its paths are scored as separate rows.
+    Tokens are random, since equal ones would select the same experts in a mixture-of-experts model. `fill_cache` runs
+    the context, since energy depends on the values in the cache. The paths of `tree` are scored as separate rows.
     """
     generator = torch.Generator().manual_seed(seed)
     ids_BT = torch.randint(model.vocab_size, (batch, context + nodes), generator=generator)
@@ -215,7 +215,7 @@ class StepFlops(NamedTuple):
     verification: float
     """FLOPs of the target's forward."""
     drafting: float
-    """FLOPs of the proposal's forwards."""
+    """FLOPs of the drafting forwards."""
 
     def per_token(self, tokens: float) -> dict[str, float]:
         """Return FLOPs per token for steps that yield `tokens` tokens."""
@@ -225,7 +225,7 @@ class StepFlops(NamedTuple):
 
 @torch.inference_mode()
 def measured_flops(target: LanguageModel, method: Method, nodes: float, context: int) -> StepFlops:
-    """Return the FLOPs of a step after `context` tokens whose tree has `nodes` nodes on average."""
+    """Count the FLOPs of a step after `context` tokens with a tree of `nodes` nodes on average."""
     proposer = method.proposer
     tree = proposer.tree if isinstance(proposer, DraftTree) and proposer.by_path else None
     if tree is not None:
@@ -246,7 +246,7 @@ def measured_flops(target: LanguageModel, method: Method, nodes: float, context:
 
 
 def count_flops(call: Callable[[], Any]) -> int:
-    """Return the FLOPs of a call by torch's counter, including fused CPU attention and packed weights."""
+    """Count the FLOPs of a call with PyTorch's counter, extended by fused CPU attention and packed weights."""
     unknown = {
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_products,
         torch.ops.mkldnn._linear_pointwise: _packed_products,
@@ -259,11 +259,11 @@ def count_flops(call: Callable[[], Any]) -> int:
 def _attention_products(
     query_BHME: Sequence[int], key_BHSE: Sequence[int], value_BHSE: Sequence[int], *_: Any, **__: Any
 ) -> int:
-    """Return the FLOPs of the two products of attention."""
+    """Return the FLOPs of the two matrix products of attention."""
     batch, heads, new, width = query_BHME
     return 2 * batch * heads * new * key_BHSE[2] * (width + value_BHSE[3])
 
 
 def _packed_products(x_XI: Sequence[int], *_: Any, out_shape: Sequence[int], **__: Any) -> int:
-    """Return the FLOPs of a product with a packed weight, which has no shape."""
+    """Return the FLOPs of a matrix product with a packed weight, whose shape is not available."""
     return 2 * math.prod(out_shape) * x_XI[-1]

@@ -1,4 +1,4 @@
-"""Quality of texts: perplexity under the target, ROUGE-L, and near-ties with the greedy text.
+"""Quality of outputs: perplexity under the target, ROUGE-L, and near-ties with greedy outputs.
 
 Shape letters: B batch (1 here), T positions, V vocabulary, D hidden.
 """
@@ -34,9 +34,9 @@ def surprisal(target: LanguageModel, prompt: Sequence[int], output: Sequence[int
 
 
 def perplexity_of(nats: Iterable[float], tokens: Iterable[int]) -> float | None:
-    """Return exp of the mean surprisal per token over all texts (arXiv 2407.09722, eq. 1).
+    """Return the perplexity, which is exp of the mean surprisal per token (arXiv 2407.09722, eq. 1).
 
-    It is None without tokens or if a text is impossible, and NaN if the target returned NaN.
+    It is None without tokens or if an output has probability 0, and NaN if the target returned NaN.
     """
     loss, count = sum(nats), sum(tokens)
     if math.isnan(loss):
@@ -78,7 +78,7 @@ def common_subsequence(first: Sequence[str], second: Sequence[str]) -> int:
 def nearly_tied(target: LanguageModel, prompt: Sequence[int], text: Sequence[int], greedy: Sequence[int]) -> bool:
     """Return whether two texts first differ at a near-tie, which forwards of other shapes may round differently.
 
-    The limit depends on the dtype only. Certificates of losslessness measure it.
+    The limit for a near-tie depends on the dtype only, while certificates of losslessness measure it.
     """
     index = common_prefix(text, greedy)
     if index == min(len(text), len(greedy)):
@@ -92,7 +92,7 @@ def nearly_tied(target: LanguageModel, prompt: Sequence[int], text: Sequence[int
 
 
 def _states(target: LanguageModel, prompt: Sequence[int], output: Sequence[int]) -> Tensor:
-    """Return the hidden states [1, T, D] that the tokens of the output are predicted from."""
+    """Return the hidden states [1, T, D] from which the output tokens are predicted."""
     start, cache = target.begin([prompt], len(output))
     ids_BT, first = torch.tensor([[*start[0], *output]], device=target.device), len(start[0])
     return target.extend(cache, ids_BT[:, :-1])[:, first - 1 :]

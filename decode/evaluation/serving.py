@@ -1,6 +1,6 @@
-"""Metrics of a server that uses speculative decoding, from the answers to its clients.
+"""Metrics of a server with speculative decoding, computed from its responses.
 
-Times are measured by the client. The first token of an answer comes from prefill, so tokens per step are counted after
+Times are measured by the client. The first token of a response comes from prefill, so tokens per step are counted after
 it, as tokens ÷ steps. The number of steps is the engine's count of drafts or, if that is missing or smaller, tokens
 minus accepted tokens, which ignores tokens accepted after the end of a text.
 
@@ -17,7 +17,7 @@ from .measure import BASELINE
 
 
 class Reply(NamedTuple):
-    """Answer of a server, or the reason for its failure."""
+    """Response of a server, or the reason for its failure."""
 
     text: str = ""
     tokens: int = 0
@@ -27,9 +27,9 @@ class Reply(NamedTuple):
     last: float = 0.0
     """Seconds until the last text arrived."""
     cut: bool = False
-    """True if the token limit ended the answer."""
+    """True if the response ended at the token limit."""
     drafted: int | None = None
-    """Number of draft tokens, if the answer reports it (llama.cpp)."""
+    """Number of draft tokens, if the response reports it (llama.cpp)."""
     accepted: int | None = None
     """Number of accepted draft tokens, if reported."""
     prompt_tokens: int | None = None
@@ -38,15 +38,15 @@ class Reply(NamedTuple):
 
     @property
     def is_timed(self) -> bool:
-        """Return whether the time per token is known, which requires that the answer did not arrive all at once."""
+        """Return whether the time per token is known. The response must not have arrived all at once."""
         return self.failure is None and self.tokens > 1 and self.last > self.first
 
 
 class Block(NamedTuple):
-    """Requests that were sent under one load."""
+    """Requests that were sent at one concurrency, and their responses."""
 
     seconds: float
-    """Seconds from the first request to the last answer."""
+    """Seconds from the first request to the last response."""
     replies: list[Reply]
     counters: dict[str, float]
     """Counters of the server during the block: `drafts`, `drafted`, `accepted`, and `accepted 0`, … by position."""
@@ -55,7 +55,7 @@ class Block(NamedTuple):
 def load_rows(
     concurrency: int, prompts: Sequence[tuple[str, str]], sides: Sequence[Sequence[Block]], temperature: float
 ) -> list[dict[str, Any]]:
-    """Return the rows of a server and, if there is one, of its baseline under a load.
+    """Return the result rows of a server and, if measured, of its baseline at one concurrency.
 
     Args:
         concurrency: Number of requests in flight.
@@ -84,7 +84,7 @@ def load_rows(
 
 
 def serving_metrics(blocks: Sequence[Block]) -> dict[str, Any]:
-    """Return the metrics of a server from blocks of requests. Times are None if no request succeeded."""
+    """Compute the metrics of a server from blocks of requests. Times are None if no request succeeded."""
     replies = [reply for block in blocks for reply in block.replies]
     good = [reply for reply in replies if reply.failure is None and reply.tokens]
     failures = [reply.failure for reply in replies if reply.failure is not None]
@@ -107,10 +107,10 @@ def serving_metrics(blocks: Sequence[Block]) -> dict[str, Any]:
 
 
 def compare_replies(replies: Mapping[str, Reply], base_replies: Mapping[str, Reply], greedy: bool) -> dict[str, Any]:
-    """Compare a server's answers with a baseline's to the same prompts.
+    """Compare a server's responses with a baseline's responses to the same prompts.
 
-    The speedup is that of the time per token after the first, with its 95 % interval over prompts. At temperature 0
-    identical texts are counted.
+    The speedup is the ratio of the times per token after the first one, with its 95 % interval over prompts. If
+    `greedy`, identical responses are counted.
     """
     timed = [{name for name, reply in group.items() if reply.is_timed} for group in (replies, base_replies)]
     names = [name for name in replies if name in timed[0] & timed[1]]
@@ -129,7 +129,7 @@ def compare_replies(replies: Mapping[str, Reply], base_replies: Mapping[str, Rep
 
 
 def _acceptance(blocks: Sequence[Block], good: Sequence[Reply]) -> dict[str, Any]:
-    """Return acceptance metrics from the server's counters or its answers, or None if neither reports them."""
+    """Return acceptance metrics from the server's counters or responses, or None if neither reports them."""
     total: dict[str, float] = {}
     for block in blocks:
         for key, value in block.counters.items():

@@ -1,4 +1,4 @@
-"""Rows of `results.json`: metrics of each method over all prompts, by category and by prompt."""
+"""Rows of `results.json`: metrics of each method over all prompts, for each category and for each prompt."""
 
 import math
 import statistics
@@ -33,17 +33,17 @@ class Summary:
 
     rows: list[dict[str, Any]] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
-    """Entries whose measurements are impossible. They have no row."""
+    """Messages about entries with impossible measurements, which have no row."""
     lossless_violations: list[str] = field(default_factory=list)
-    """Lossless methods whose text differs from greedy decoding by more than near-ties."""
+    """Messages about lossless methods whose output differs from greedy decoding by more than near-ties."""
     identical_to_transformers: list[int] | None = None
-    """Number of prompts for which `transformers.generate` gives the tokens of greedy decoding, also up to a near-tie,
-    and of all prompts. None if it was not run."""
+    """Number of prompts for which `transformers.generate` gives the same output as greedy decoding, up to near-ties,
+    and number of all prompts. None if it was not run."""
 
 
 @dataclass(frozen=True)
 class _Entry:
-    """Entry with its runs, its baseline, the quality of its texts by prompt, and the costs of its steps."""
+    """Entry with its runs, its baseline, the quality of each output, and the costs of its steps."""
 
     entry: Entry
     run: Run
@@ -52,19 +52,19 @@ class _Entry:
     rouge: list[float | None]
     flops: StepFlops
     drafting: float
-    """Time of a proposal's forwards in isolation relative to a one-token forward of the target."""
+    """Time of a step's drafting forwards in isolation relative to a one-token forward of the target."""
     share: float
     """Median share of a step's time spent in forwards of target, drafter and heads."""
 
 
 @dataclass(frozen=True)
 class Summariser:
-    """Builder of rows from runs.
+    """Builder of result rows from measured runs.
 
     Args:
         limits, seed, batch: Settings of the runs, since prompts are decoded again to profile steps.
         text_of: Decoder of token ids for ROUGE-L. None omits it.
-        energies: Joules per token by label, if they were measured.
+        energies: Mapping from labels to the energy per token, if measured.
     """
 
     target: LanguageModel
@@ -78,7 +78,7 @@ class Summariser:
     batch: int = 1
 
     def summarise(self, entries: Sequence[Entry], progress: Callable[[int, int, str], None] | None = None) -> Summary:
-        """Return a row for each entry.
+        """Build a row for each entry.
 
         Raises:
             ValueError: An entry has no autoregressive baseline with the same sampling settings.
@@ -171,7 +171,7 @@ class Summariser:
         }
 
     def _metrics(self, costs: _Entry, indices: Sequence[int]) -> dict[str, Any]:
-        """Return the metrics over all prompts, or over those of a category."""
+        """Return the metrics over the prompts with these indices."""
         run, base = costs.run.select(indices), costs.base.select(indices)
         counts, greedy = total(run.tallies), costs.entry.sampling.greedy
         reference = self.runs.get(REFERENCE) if greedy else None
@@ -209,7 +209,7 @@ class Summariser:
         }
 
     def _check_text(self, entry: Entry, row: dict[str, Any], base: Run, summary: Summary) -> str | None:
-        """Return why an entry's text is impossible: its counts or, if lossless, the greedy text disagree."""
+        """Return the reason why an entry's output is impossible, such as inconsistent token counts, or None."""
         run = self.runs[entry.label]
         for index, (ids, tally) in enumerate(zip(run.ids, run.tallies, strict=True)):
             if len(ids) != tally.tokens:
@@ -231,7 +231,7 @@ class Summariser:
         return None
 
     def _compare(self, run: Run, base: Run) -> tuple[list[int], list[int]]:
-        """Return the prompts whose texts differ from the baseline's, and those of them without a near-tie."""
+        """Return the prompts whose output differs from the baseline's, and the subset of them without near-ties."""
         different = [index for index, ids in enumerate(run.ids) if ids != base.ids[index]]
         return different, [
             index

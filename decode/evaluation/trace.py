@@ -1,6 +1,6 @@
 """Traces of decoding: the proposed, accepted and rejected tokens of each step.
 
-The engine's steps contain counts only. A wrapped verifier records the rest.
+The engine's steps only contain counts. The tokens are recorded by a wrapper around the verifier.
 
 Shape letters: B batch, N tree nodes, V vocabulary.
 """
@@ -19,7 +19,7 @@ from ..warpers import Sampling
 
 @dataclass(frozen=True)
 class TracedStep:
-    """One step of one row."""
+    """Accepted and rejected draft tokens of one step of a row."""
 
     accepted: tuple[int, ...]
     """Accepted draft tokens, in order."""
@@ -31,7 +31,7 @@ class TracedStep:
 
 
 class _Watched(Verifier):
-    """Verifier that records the last proposal and verdict of another one."""
+    """Wrapper that records the last proposal and verdict of a verifier."""
 
     def __init__(self, inner: Verifier) -> None:
         self._inner = inner
@@ -58,7 +58,7 @@ def trace(
 
 
 def _traced(proposal: Proposal, verdict: Verdict, num_kept: int, rejected: bool, examined: int) -> TracedStep:
-    """Return the step of the first row, of which `num_kept` new tokens were kept."""
+    """Return the step of the first row, which committed `num_kept` new tokens."""
     tokens, parents = proposal.tokens_BN[0].tolist(), proposal.tree.parents_BN[0].tolist()
     exists = [True] * len(tokens) if proposal.valid_BN is None else proposal.valid_BN[0].tolist()
     path = verdict.path_BK[0, : int(verdict.accepted_B[0])].tolist()

@@ -86,7 +86,7 @@ class KVCache:
         return part
 
     def grown(self, capacity: int) -> "KVCache":
-        """Return a copy with `capacity` slots."""
+        """Return a larger copy with `capacity` slots."""
         more = copy.copy(self)
         missing = (0, 0, 0, capacity - self.capacity)
         more._stacks = [(F.pad(keys, missing), F.pad(values, missing)) for keys, values in self._stacks]

@@ -1,6 +1,6 @@
 """Certificates of losslessness: tests that a method's output follows the target's distribution.
 
-Each token that a method generated is checked against one wide forward of the target over the method's own text
+Each token that a method generated is checked against one forward of the target over the whole output
 (`rescoring.py`). Differences are found at every position, and near-ties do not end the comparison.
 
 - At temperature 0 each token must be the target's most likely one, up to near-ties: logits whose order rounding can
@@ -41,17 +41,17 @@ from .uniformity import Evidence, Result, detectable_bias, favoured_excess, join
 
 Verdict = Literal["lossless", "too little text", "undecided", "not lossless", "not claimed"]
 """Verdict on a method. lossless: no test rejects, and a bias of `MAX_HIDDEN_BIAS` would be detected. too little text:
-it might not be detected. undecided: after all of `EXTRA_SHARES` a p-value is doubtful (`DOUBTFUL_LEVEL`)."""
+no test rejects, but such a bias might be missed. undecided: a p-value is still doubtful after all extra tokens."""
 INTERIM_SHARES = (0.125, 0.25, 0.5, 1.0)
-"""Shares of the planned tokens after which the tests are run. The level is divided among these and `EXTRA_SHARES`."""
+"""Fractions of the planned tokens at which tests run. The level is divided among these and `EXTRA_SHARES`."""
 EXTRA_SHARES = (2.0, 4.0, 8.0)
-"""Further shares of the planned tokens, for texts that are neither clear nor a certain fault."""
+"""Multiples of the planned tokens at which tests run again while a p-value is doubtful."""
 DOUBTFUL_LEVEL = 0.01
-"""Probability that any test of a correct method is doubtful at one look."""
+"""Probability that a lossless method has a doubtful p-value, each time that the tests run."""
 MAX_HIDDEN_BIAS = 0.1
-"""Largest detectable bias (`detectable_bias_99`) with which a method is certified as lossless."""
+"""Maximum `detectable_bias_99` with which a method is certified as lossless."""
 WITHIN_ROUNDING = ("near-tie", "edge")
-"""Kinds of findings that rounding explains."""
+"""Kinds of findings that rounding errors explain."""
 _LISTED = 20  # maximum number of listed faults, and of listed excused findings
 _LENGTH, _MAX_CONTINUATIONS = 3, 1000  # joint laws are tested if all continuations can be enumerated
 
@@ -64,9 +64,9 @@ class Plan:
     """
 
     tokens: int = 4_000
-    """Number of tokens to judge per method. At temperature 0 every prompt is decoded at most once."""
+    """Number of tokens to test per method. At temperature 0, every prompt is decoded at most once."""
     level: float = 1e-6
-    """Probability of a false alarm in any test of one method."""
+    """Significance level: probability that any test of a lossless method rejects it."""
     batch: int = 1
     seed: int = 0
     """Base seed. Row r uses seed + r."""
@@ -78,23 +78,23 @@ class Plan:
 
 @dataclass(frozen=True)
 class Finding:
-    """Token that is wrong, or that differs only within rounding."""
+    """Difference between a method's output and the target's distribution."""
 
     kind: Literal["token", "near-tie", "outside", "edge", "length"]
-    """Kind. token: not the most likely one. near-tie: the same, within rounding. outside: probability 0 after warping.
-    edge: the same, within rounding. length: the text ends too early or too late."""
+    """Kind. token: not the target's most likely token. near-tie: likewise, but within rounding. outside: probability 0
+    after warping. edge: likewise, but within rounding. length: the output ends too early or too late."""
     prompt: int
     position: int
-    """Index among the new tokens."""
+    """Index among the generated tokens."""
     token: int
     expected: int | None
     """Most likely token of the target."""
     margin: float | None
-    """Difference between the logits of the expected token and this one."""
+    """Logit of the expected token minus that of the generated token."""
 
 
 class DecodedBatch(NamedTuple):
-    """Texts that a method generated for consecutive prompts."""
+    """Outputs that a method generated for consecutive prompts, and the time it took."""
 
     outputs: list[list[int]]
     seconds: float
@@ -102,7 +102,7 @@ class DecodedBatch(NamedTuple):
 
 @dataclass
 class Certificate:
-    """Findings about one method with its settings."""
+    """Result of testing whether one method with its settings is lossless."""
 
     label: str
     method: str
@@ -117,40 +117,40 @@ class Certificate:
     rows: int = 0
     tokens: int = 0
     planned: int = 0
-    """Planned number of tokens. A certain fault ends decoding earlier."""
+    """Planned number of tokens. Decoding stops earlier if a fault is certain."""
     faults: int = 0
     """Number of wrong tokens. `findings` lists the first ones."""
     near_ties: int = 0
     undecided: int | None = None
-    """Number of positions at temperature 0 where rounding makes another token acceptable too."""
+    """Number of positions at temperature 0 where several tokens are acceptable because of rounding."""
     findings: list[Finding] = field(default_factory=list)
     tests: list[dict[str, Any]] = field(default_factory=list)
-    """Results of the last look: order, test, statistic, p_value, level."""
+    """Results of the last run of the tests, with the keys order, test, statistic, p_value and level."""
     bias: dict[str, Any] = field(default_factory=dict)
-    """Estimate, interval (95 %) and direction (`towards`) of the probability that moved, at most the mean total
-    variation from the target's distribution. At temperature 0 this is the share of wrong tokens."""
+    """Estimate, 95 % interval and direction (`towards`) of the shifted probability, which is at most the mean total
+    variation distance from the target. At temperature 0, the estimate is the share of wrong tokens."""
     power: dict[str, Any] = field(default_factory=dict)
-    """Number of tokens, level, and smallest bias that is detected with 80 and 99 % probability (`detectable_bias_80`,
-    `detectable_bias_99`)."""
+    """Number of tokens, level, and the smallest biases that are detected with 80 and 99 % probability
+    (`detectable_bias_80`, `detectable_bias_99`)."""
     seconds: float = 0.0
 
     @property
     def is_faulty(self) -> bool:
-        """Return whether a fault is certain at the plan's level."""
+        """Return whether a token is wrong or a test rejects at its significance level."""
         return self.faults > 0 or any(test["p_value"] < test["level"] for test in self.tests)
 
     @property
     def is_doubtful(self) -> bool:
-        """Return whether a p-value is too small for most correct methods."""
+        """Return whether a p-value is smaller than those of most lossless methods."""
         return any(test["p_value"] < DOUBTFUL_LEVEL / len(self.tests) for test in self.tests)
 
     @property
     def is_suspect(self) -> bool:
-        """Return whether there is reason to doubt a method that claims to be lossless."""
+        """Return whether the verdict is "not lossless" or "undecided"."""
         return self.verdict in ("not lossless", "undecided")
 
     def add(self, finding: Finding) -> None:
-        """Count a finding, and list it unless enough of its category are listed."""
+        """Count a finding, and list it unless the maximum number of listed findings is reached."""
         excused = finding.kind in WITHIN_ROUNDING
         self.near_ties += excused
         self.faults += not excused
@@ -185,12 +185,12 @@ def certify_method(
     load_or_decode: LoadOrDecode = lambda _, work: work(),
     progress: Callable[[int, int], None] = lambda done, planned: None,
 ) -> Certificate:
-    """Decode with a method and judge its text. Methods that do not claim to be lossless always run to the end.
+    """Decode prompts with a method, and test whether the output follows the target's distribution.
 
-    `method` defaults to that of `entry`, `reference` (the judge) to the target, and `rounding` to a measurement under
-    this sampling. Another scorer of the same weights as judge also tests the target's forward. `load_or_decode` gets a
-    row number and the function that decodes from there, and may return the result of an earlier process. `progress`
-    gets the judged and the planned number of tokens.
+    `method` is built from `entry` by default. `reference` scores the output (default: the target). A separate model
+    with the same weights also tests the target's forward. `rounding` is measured by default. `load_or_decode` takes a
+    row number and a function that decodes from this row on, and may return an earlier result instead. `progress` takes
+    the numbers of tested and planned tokens.
     """
     method, reference = (
         method or build_method(entry.method, parts, entry.sampling, **entry.options),
@@ -235,7 +235,7 @@ class _Run:
     """Prompt number and output of each sampled row."""
     distributions: list[np.ndarray] = field(default_factory=list)
     repeats: int = 0
-    """Number of repeated pairs of successive random numbers, in any row."""
+    """Number of pairs of successive random numbers that occur more than once."""
     start: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
@@ -244,7 +244,7 @@ class _Run:
         self.spare = np.random.default_rng([self.plan.seed, 2])
 
     def greedy(self) -> None:
-        """Decode every prompt once and compare with the most likely tokens."""
+        """Decode every prompt once, and compare the output with the target's most likely tokens."""
         cert, available = self.cert, len(self.prompts) * self.limits.max_new_tokens
         cert.planned, cert.undecided = min(self.plan.tokens, available), 0
         while cert.rows < len(self.prompts) and cert.tokens < cert.planned and not (cert.claimed and cert.faults):
@@ -256,9 +256,9 @@ class _Run:
         cert.power |= {f"detectable_bias_{power}": 1 - (1 - power / 100) ** (1 / decided) for power in (80, 99)}
 
     def write(self, numbers: Sequence[int], planned: int) -> list[list[int]]:
-        """Decode these prompts, or return the texts that were decoded before, and check their lengths.
+        """Decode prompts, or load their outputs from an earlier run, and check the lengths of the outputs.
 
-        A text ends with its first stop token or at the limit, as in autoregressive decoding.
+        An output must end with its first stop token or at the token limit, as in autoregressive decoding.
         """
         cert, prompts = self.cert, [self.prompts[number] for number in numbers]
 
@@ -281,7 +281,7 @@ class _Run:
         return batch.outputs
 
     def judge_greedy(self, numbers: Sequence[int], outputs: Sequence[Sequence[int]]) -> None:
-        """Compare each token with the most likely one."""
+        """Compare each generated token with the target's most likely one."""
         positions = _positions(numbers, outputs)
         if not positions:
             return
@@ -300,7 +300,7 @@ class _Run:
         self.cert.undecided = (self.cert.undecided or 0) + undecided
 
     def sampled(self) -> None:
-        """Decode and test until a look is clear. Four adjacent rows share a prompt, which reveals shared draws."""
+        """Decode and test until the result is clear. Groups of four rows share a prompt to detect shared randomness."""
         cert = self.cert
         cert.planned = self.plan.tokens
         for share in INTERIM_SHARES + EXTRA_SHARES:
@@ -338,7 +338,7 @@ class _Run:
         self.cert.tests = [{"order": order} | result._asdict() | {"level": level} for order, result in results]
 
     def joint(self, rows: int) -> Result:
-        """Test the joint distribution of the first tokens of the first `rows` rows, by prompt."""
+        """Test the joint distribution of the first tokens in the first `rows` outputs, for each prompt."""
         for prompt in self.prompts[len(self.distributions) :]:
             settings = (self.sampling, self.limits.stop_ids, _LENGTH)
             self.distributions.append(joint_distribution(self.reference, prompt, *settings))
@@ -349,7 +349,7 @@ class _Run:
         return joint_test(self.distributions, outcomes)
 
     def judge_sampled(self, numbers: Sequence[int], outputs: list[list[int]]) -> None:
-        """Add the rows to the evidence of each order."""
+        """Add test statistics of the outputs to the evidence for each order of the vocabulary."""
         self.texts += zip(numbers, outputs, strict=True)
         if not any(outputs):
             return
@@ -386,7 +386,7 @@ class _Run:
     def judge_support(
         self, logits_CV: Tensor, probs_CV: Tensor, token_C: Tensor, positions: Sequence[tuple[int, int]]
     ) -> None:
-        """Add a fault for each token of probability 0 after warping, unless rounding explains it."""
+        """Add a finding for each token with probability 0 after warping. Rounding explains some of them."""
         for index in torch.nonzero(probs_CV.gather(1, token_C[:, None])[:, 0] == 0)[:, 0].tolist():
             logits_V, token, (number, position) = logits_CV[index].float(), int(token_C[index]), positions[index]
             is_kept = within_rounding(logits_V, token, self.sampling, self.cert.rounding.near_tie)
@@ -395,7 +395,7 @@ class _Run:
 
 
 def repeated_draws(rng: Rng) -> int:
-    """Count the pairs of successive numbers that occur twice in the next draws of up to 16 rows (53 bits each)."""
+    """Count repeated pairs of successive numbers in the next random numbers of up to 16 rows (53 bits each)."""
     draws_BU = torch.cat([rng.uniform(1000)[:16] for _ in range(3)], 1).cpu().contiguous().numpy()
     return draws_BU.size // 2 - len(np.unique(draws_BU.view(np.complex128)))
 
@@ -405,7 +405,7 @@ def _positions(numbers: Sequence[int], outputs: Sequence[Sequence[int]]) -> list
 
 
 def within_rounding(logits_V: Tensor, token: int, sampling: Sampling, near_tie: float) -> bool:
-    """Return whether top-k and top-p would keep a token if each logit were off by at most half of `near_tie`."""
+    """Return whether top-k and top-p would keep a token if each logit changed by at most half of `near_tie`."""
     logit = logits_V[token]
     if 0 < sampling.top_k < len(logits_V) and logit < logits_V.topk(sampling.top_k).values[-1] - near_tie:
         return False

@@ -1,6 +1,6 @@
-"""Rescoring of finished texts in one forward each, without steps, trees or a cache.
+"""Rescoring of complete outputs in one forward each (teacher forcing), without steps, trees or a cache.
 
-The judge shares no forward code with this package: forward and warping are those of transformers.
+The model that scores outputs (`Judge`) uses the forward and the logits processors of transformers.
 
 Shape letters: B rows, T positions of a row, X new tokens of all rows one after another, C tokens of a chunk, L
 continuations, V vocabulary, D hidden.
@@ -43,23 +43,23 @@ _TEXTS, _TOKENS = 4, 64
 
 
 class TextStates(NamedTuple):
-    """Hidden states of the new tokens of some rows."""
+    """Hidden states of the output tokens of several rows."""
 
     hidden_XD: Tensor
-    """State that each new token is predicted from."""
+    """Hidden state from which each output token is predicted."""
     before_XD: Tensor
-    """State that the preceding token was predicted from (zeros if there is none)."""
+    """Hidden state from which the preceding token is predicted, or zeros if there is none."""
     last_X: Tensor
-    """Preceding token, int64."""
+    """Token that precedes each output token, int64."""
     prefixes: list[list[int]]
-    """All committed tokens of each row except the new ones."""
+    """Decoder tokens of each row before the output."""
 
 
 @torch.inference_mode()
 def teacher_force(
     model: LanguageModel, prompts: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]]
 ) -> TextStates:
-    """Run prompts and outputs through a model and return its states. There must be at least one new token."""
+    """Run prompts and outputs through a model, and return its hidden states. At least one output token is needed."""
     rows = max(1, _TOKENS_A_FORWARD // (max(map(len, prompts)) + max(map(len, outputs))))
     parts = [
         _read_some(model, prompts[start : start + rows], outputs[start : start + rows])
@@ -87,13 +87,13 @@ def _read_some(model: LanguageModel, prompts: Sequence[Sequence[int]], outputs: 
 
 
 def chunks(tokens: int, vocab: int) -> Iterator[slice]:
-    """Return slices of the tokens, each small enough for its distributions to fit into memory."""
+    """Return slices of the tokens that are small enough for the distributions of a slice to fit into memory."""
     size = max(1, _NUMBERS_A_CHUNK // vocab)
     return (slice(start, min(start + size, tokens)) for start in range(0, tokens, size))
 
 
 class Judge(TransformersModel):
-    """Scorer that runs whole texts through transformers, without cache, mask, positions or products of this package."""
+    """Model that scores whole sequences with the forward of transformers instead of this package's forward."""
 
     @library_products()
     def _forward(
@@ -112,13 +112,13 @@ class Judge(TransformersModel):
 
 
 def make_judge(model: PreTrainedModel, states: str = "after-norm") -> LanguageModel:
-    """Return the judge of a transformers model, or the usual scorer for an encoder-decoder."""
+    """Return a `Judge` for a decoder, or the model of `wrap_model` for an encoder-decoder."""
     model = bare_model(model)
     return wrap_model(model, check=False) if model.config.is_encoder_decoder else Judge(model, states)
 
 
 def judge_probs(logits_XV: Tensor, sampling: Sampling) -> Tensor:
-    """Return [X, V] float64 distributions above temperature 0, warped by the processors of transformers."""
+    """Warp logits with the processors of transformers above temperature 0. Return probabilities [X, V], float64."""
     processors: list[LogitsProcessor] = [TemperatureLogitsWarper(float(sampling.temperature))]
     processors += [TopKLogitsWarper(sampling.top_k)] if sampling.top_k else []
     processors += [TopPLogitsWarper(sampling.top_p)] if sampling.top_p < 1 else []
@@ -131,7 +131,7 @@ def judge_probs(logits_XV: Tensor, sampling: Sampling) -> Tensor:
 def joint_distribution(
     model: LanguageModel, prompt: Sequence[int], sampling: Sampling, stops: Sequence[int], length: int
 ) -> np.ndarray:
-    """Return the probability of each continuation of `length` tokens, float64 [L]. Only token 0 follows a stop."""
+    """Return the probability of each continuation of `length` tokens, float64 [L]. Stop tokens are followed by 0."""
     paths = list(itertools.product(range(model.vocab_size), repeat=length))
     hidden_XD = teacher_force(model, [prompt] * len(paths), paths).hidden_XD
     path_LX = torch.tensor(paths, device=hidden_XD.device)
@@ -150,11 +150,10 @@ def make_draft_scorer(
     reading: TextStates,
     vocab: int,
 ) -> Callable[[slice], Tensor] | None:
-    """Return a function from a slice of tokens to scores [C, V] that the proposer's model gives each next token.
+    """Return a function that maps a slice of tokens to the proposer's scores of the vocabulary, [C, V].
 
-    These are the mean of several drafters, the first head, or a one-hot row of the token that lookup finds. They only
-    order the vocabulary. Returns None for proposers without such a model and for drafters that read auxiliary hidden
-    states.
+    Scores are the mean probabilities of all drafters, those of the first head, or one-hot vectors of the tokens that
+    lookup finds. Returns None for other proposers and for drafters that need auxiliary hidden states.
     """
     if isinstance(proposer, (AdaptiveChain, DraftBeam, DraftChains, DraftTree, DynamicTree, ParallelChain)):
         models = proposer.models if isinstance(proposer, DraftChains) else (proposer.model,)
@@ -182,7 +181,7 @@ def make_draft_scorer(
 def _look_up(
     prefix: Sequence[int], output: Sequence[int], proposer: PromptLookup | SuffixTree, missing: int
 ) -> np.ndarray:
-    """Return the token that lookup proposes at the position of each output token, int64 [T], or `missing`."""
+    """Return the token that lookup proposes at each output position, int64 [T], or `missing` without a match."""
     text_S = np.array([*prefix, *output])
     lengths_T = len(prefix) + np.arange(len(output))
     if isinstance(proposer, SuffixTree):
@@ -196,16 +195,16 @@ def _look_up(
 
 @dataclass(frozen=True)
 class Rounding:
-    """Differences between the target's forwards of different shapes on the same text."""
+    """Rounding differences between forwards of the target that process the same text in different shapes."""
 
     dtype: str
     spread: float
-    """Largest observed difference between two logits of one token at one position."""
+    """Largest observed difference between two forwards in the logit of a token."""
     near_tie: float
     """Largest difference at which two logits count as equal."""
     total_variation: float
-    """Mean total variation between the warped distributions (at temperature 0: share of positions where the most likely
-    token changes). Rounding explains a bias of this size."""
+    """Mean total variation distance between the warped distributions (at temperature 0: share of positions where the
+    most likely token changes). Rounding explains a bias of this size."""
     tokens: int
     """Number of tokens compared."""
 
@@ -214,7 +213,7 @@ class Rounding:
 def measure_rounding(
     target: LanguageModel, prompts: Sequence[Sequence[int]], sampling: Sampling, reference: LanguageModel | None = None
 ) -> Rounding:
-    """Compare the target's forwards of several widths with one wide forward by `reference` (default: the target).
+    """Compare forwards of few tokens by the target with one forward of the whole text by `reference`.
 
     `near_tie` is four times the largest observed difference, at least one unit in the last place of the largest logit,
     and at most the square root of the dtype's precision times that logit.
@@ -237,7 +236,7 @@ def measure_rounding(
 
 
 def _rerun(model: LanguageModel, prompt: Sequence[int], output: Sequence[int], width: int) -> Tensor:
-    """Return logits [X, V] of a row's new tokens from cached forwards of `width` tokens."""
+    """Return the logits [X, V] of a row's output tokens, computed with a cache in forwards of `width` tokens."""
     (start,), cache = model.begin([prompt], len(output) + width)
     ids_1T = torch.tensor([[*start, *output[:-1]]], device=model.device)
     first = len(start) - 1

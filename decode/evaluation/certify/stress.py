@@ -1,7 +1,7 @@
-"""Certificates on a small model pair with six tokens, which reveals nearly every fault.
+"""Certification tests with a small target/drafter pair, whose vocabulary of six tokens reveals nearly every fault.
 
-The joint law of its texts can be enumerated, and its drafts are often accepted and often rejected. Target, drafters,
-heads and table are made in memory from a fixed seed. Prompts differ in length, so all batches are ragged. Rows end at
+All continuations can be enumerated, and draft tokens are often accepted and often rejected. Target, drafters, heads and
+table are created in memory from a fixed seed. Prompts differ in length, so all batches are ragged. Outputs end at
 several limits and stop tokens.
 
 Shape letters: X tokens, K heads, V vocabulary, D hidden.
@@ -42,13 +42,13 @@ class Check(NamedTuple):
     prompts: int
     batch: int
     short: bool = False
-    """True if drafts have one token or level, so that the token after an accepted draft occurs at every position."""
+    """True to limit drafts to one token or tree level, so that bonus tokens occur at every position."""
     drafter: Literal["near", "distant", "certain", "trimmed"] = "near"
-    """Drafter. near: the target with little noise. distant: with much noise. certain: nearly all probability on one
+    """near: the target with little noise. distant: with much noise. certain: nearly all probability on one
     token, often a wrong one. trimmed: without one token of the vocabulary. Methods without a drafter skip all but near.
     """
     share: float = 6
-    """Number of judged tokens per token of the plan, above temperature 0."""
+    """Factor on the plan's number of tokens, above temperature 0."""
 
 
 CHECKS = (
@@ -65,7 +65,7 @@ CHECKS = (
 
 
 class SmallPair(NamedTuple):
-    """Target, judge, and the artifacts for every method."""
+    """Small target, its judge, prompts, and the artifacts that the methods need."""
 
     target: LanguageModel
     judge: LanguageModel
@@ -77,9 +77,9 @@ class SmallPair(NamedTuple):
 def stress_method(
     entry: Entry, plan: Plan, device: str = "cpu", progress: Callable[[int, int], None] = lambda done, planned: None
 ) -> Iterator[Certificate]:
-    """Judge a method with its options under each of `CHECKS` in which it claims to be lossless.
+    """Run those of `CHECKS` in which a method claims to be lossless, and yield their certificates.
 
-    The level of the plan applies to all checks jointly.
+    The significance level of the plan applies to all checks together.
     """
     options = {name: value for name, value in entry.options.items() if name != "drafter"}
     config = method_config(entry.method, options)
@@ -119,7 +119,7 @@ def stress_method(
 
 
 def _sizes(options: Options) -> tuple[int, int]:
-    """Return the vocabulary size and number of heads that a method's options need."""
+    """Return the vocabulary size and the number of heads that a method's options require."""
     widths, depths = [_VOCAB], [_HEADS, options.get("max_depth") or 0]
     if "k_config" in options:
         widths += parse_branching(options["k_config"])
@@ -131,7 +131,7 @@ def _sizes(options: Options) -> tuple[int, int]:
 
 @cache
 def make_small_pair(vocab: int = _VOCAB, heads: int = _HEADS, device: str = "cpu", drafter: str = "near") -> SmallPair:
-    """Return the small pair: drafters are the target plus weight noise; table and heads are fitted to its texts."""
+    """Create the small pair. Drafters are noisy copies of the target. Table and heads are fitted to its outputs."""
     model = _llama(vocab, 0, 0.0).to(device)
     target, judge = wrap_model(model, check=False), make_judge(model)
     models = [_llama(vocab, seed, 0.1 if drafter in ("near", "trimmed") else 1.0).to(device) for seed in (1, 2)]
@@ -154,7 +154,7 @@ def make_small_pair(vocab: int = _VOCAB, heads: int = _HEADS, device: str = "cpu
 
 
 def _llama(vocab: int, seed: int, noise: float) -> LlamaForCausalLM:
-    """Return a random model of two layers. Models with different seeds differ by the noise only."""
+    """Return a two-layer model with random weights. `seed` only affects the noise added to the weights."""
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
     with torch.random.fork_rng(devices=[]):
         config = LlamaConfig(vocab_size=vocab, **sizes, num_key_value_heads=1, max_position_embeddings=128)
@@ -171,7 +171,7 @@ def _llama(vocab: int, seed: int, noise: float) -> LlamaForCausalLM:
 
 
 class FittedHeads(torch.nn.Module):
-    """Heads fitted by least squares. Head k predicts the token k + 2 positions after the token of the state."""
+    """Prediction heads fitted by least squares. Head k predicts the token k + 2 positions after the state's token."""
 
     def __init__(self, target: LanguageModel, texts: list[list[int]], num_heads: int) -> None:
         super().__init__()
@@ -188,5 +188,5 @@ class FittedHeads(torch.nn.Module):
         self.weight_KVD = torch.stack(weights)
 
     def forward(self, hidden_XD: Tensor) -> Tensor:
-        """Return logits [..., K, V]."""
+        """Return the logits [..., K, V] of all heads."""
         return torch.einsum("kvd,...d->...kv", self.weight_KVD, hidden_XD)

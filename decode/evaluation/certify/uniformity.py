@@ -1,4 +1,4 @@
-"""Exact tests that a text follows the distributions that it should be sampled from.
+"""Statistical tests of whether output tokens follow the distributions from which they should be sampled.
 
 Let p be the distribution that a token y should follow given all tokens before it, and F its cumulative sum in any order
 of the vocabulary that is fixed before y is drawn. With V uniform on [0, 1), u = F(before y) + V p(y) is uniform on [0,
@@ -25,11 +25,11 @@ _PER_CELL = 50  # Below this expected count the chi-square approximation fails i
 _PER_CONTINUATION = 20  # Continuations with a smaller expected count are merged.
 _MAX_BINS, _MAX_SIDES = 50, 8
 _MAX_LAG = 256
-"""Largest distance between two compared rows."""
+"""Maximum distance between two rows that are compared."""
 
 
 class Result(NamedTuple):
-    """Result of one test of one hypothesis."""
+    """Result of one statistical test."""
 
     test: str
     statistic: float
@@ -38,14 +38,14 @@ class Result(NamedTuple):
 
 @dataclass
 class Evidence:
-    """Statistics of texts under one order of the vocabulary, in the order in which rows were requested."""
+    """Test statistics of all outputs for one order of the vocabulary."""
 
     rows: list[np.ndarray] = field(default_factory=list)
     """Statistics of each row, float64 [3, tokens]: u; the excess 1{y in S} - p(S) for the set S of favoured tokens,
     with mean 0 if the text follows p; and its variance p(S) (1 - p(S))."""
 
     def first(self, tokens: int) -> "Evidence":
-        """Return the first `tokens` tokens, so that the content of rows does not determine how many are tested."""
+        """Return the evidence of the first `tokens` tokens, so that this number does not depend on their content."""
         evidence = Evidence()
         for row in self.rows:
             if tokens <= 0:
@@ -61,19 +61,19 @@ class Evidence:
 
     @property
     def bias(self) -> float:
-        """Return the mean probability that moved to the favoured tokens, at most the mean total variation from p."""
+        """Return the mean probability shifted to favoured tokens, at most the mean total variation distance from p."""
         excess_X = self.joined[1]
         return float(excess_X.sum()) / max(1, len(excess_X))
 
 
 def transform(probs_XV: Tensor, scores_XV: Tensor, token_X: Tensor, uniform_X: Tensor) -> Tensor:
-    """Return u [X] float64 of each token, with the vocabulary ordered by descending score, then by token id.
+    """Compute u of each token, float64 [X]. The vocabulary is ordered by descending score, then by token id.
 
     Args:
         probs_XV: Distributions that the tokens should follow, float64. Each sums to 1.
-        scores_XV: Any numbers that were known before the tokens.
+        scores_XV: Scores of the vocabulary, which must not depend on the tokens.
         token_X: Token ids.
-        uniform_X: Numbers in [0, 1), float64, drawn for this purpose only.
+        uniform_X: Uniform random numbers in [0, 1), float64, that nothing else uses.
     """
     token_X1 = token_X[:, None]
     score_X1 = scores_XV.gather(1, token_X1)
@@ -84,14 +84,14 @@ def transform(probs_XV: Tensor, scores_XV: Tensor, token_X: Tensor, uniform_X: T
 
 
 def favoured_excess(probs_XV: Tensor, favoured_XV: Tensor, token_X: Tensor) -> tuple[Tensor, Tensor]:
-    """Return 1{y in S} - p(S) and p(S) (1 - p(S)), float64 [X] each, for boolean sets S of tokens [X, V]."""
+    """Return the excess 1{y in S} - p(S) and its variance, float64 [X] each. `favoured_XV` is the mask of S."""
     share_X = (probs_XV * favoured_XV).sum(1).clamp(0, 1)
     inside_X = favoured_XV.gather(1, token_X[:, None])[:, 0].double()
     return inside_X - share_X, share_X * (1 - share_X)
 
 
 def uniformity_tests(evidence: Evidence, rng: np.random.Generator) -> list[Result]:
-    """Apply all of `TESTS` to the hypothesis that the text follows p. Each p-value is valid by itself.
+    """Run all of `TESTS` on the hypothesis that tokens follow p. P-values are not corrected for multiple tests.
 
     - bins: chi-square of u over equal bins.
     - kolmogorov-smirnov: the largest distance D of the distribution function of u from the diagonal,
@@ -104,7 +104,7 @@ def uniformity_tests(evidence: Evidence, rng: np.random.Generator) -> list[Resul
       (Freedman 1975). It is the most sensitive to a bias towards the favoured tokens.
 
     Args:
-        evidence: Tokens to test.
+        evidence: Test statistics of the tokens.
         rng: Draws the partner of a row's last token if it has none. Omitting that token would favour texts that
             continue.
     """
@@ -126,13 +126,13 @@ def uniformity_tests(evidence: Evidence, rng: np.random.Generator) -> list[Resul
 
 
 def _pairs(row: np.ndarray, lag: int, rng: np.random.Generator) -> np.ndarray:
-    """Return disjoint pairs [2, pairs] of a row's u at distance `lag`."""
+    """Return disjoint pairs of values of u at distance `lag` in a row, [2, pairs]."""
     row = np.append(row, rng.random(-len(row) % (2 * lag)))
     return row.reshape(-1, 2, lag).transpose(1, 0, 2).reshape(2, -1)
 
 
 def _test_cells(test: str, pieces: Sequence[np.ndarray], max_sides: int) -> Result:
-    """Test by chi-square that points (pieces [D, points]) are uniform over a grid of equal cells."""
+    """Run a chi-square test that points are uniform over a grid of equal cells. `pieces` are [D, points] each."""
     points_DX = np.concatenate([*pieces, np.zeros((len(pieces[0]) if pieces else 2, 0))], 1)
     dimensions, count = points_DX.shape
     bins = min(max_sides, int((count // _PER_CELL) ** (1 / dimensions)))
@@ -143,7 +143,7 @@ def _test_cells(test: str, pieces: Sequence[np.ndarray], max_sides: int) -> Resu
 
 
 def test_rows(rows: Sequence[np.ndarray]) -> Result:
-    """Test that rows are independent: no distance between rows has a large sum of products of their u.
+    """Test that rows are independent, with the sum of products of their u for each distance between rows.
 
     With x = 2 u - 1, which lies in [-1, 1] and has mean 0, the products x_r x_{r+d} are martingale differences whose
     variance is x_r² / 3 given the earlier rows (Freedman 1975).
@@ -162,7 +162,7 @@ def test_rows(rows: Sequence[np.ndarray]) -> Result:
 
 
 def joint_test(laws: Sequence[np.ndarray], outcomes: Sequence[Sequence[int]]) -> Result:
-    """Test the continuations after each prompt against their probabilities [L] by chi-square."""
+    """Run a chi-square test that the continuations of each prompt follow their probabilities [L]."""
     statistic, freedom = 0.0, 0
     for law_L, outcome in zip(laws, outcomes, strict=True):
         observed_L, expected_L = np.bincount(outcome, minlength=len(law_L)), law_L / law_L.sum() * len(outcome)
@@ -175,7 +175,7 @@ def joint_test(laws: Sequence[np.ndarray], outcomes: Sequence[Sequence[int]]) ->
 
 
 def martingale_p(total: float, variance: float) -> float:
-    """Bound the probability that a sum of steps of at most 1 with this summed variance deviates by `total`."""
+    """Return an upper bound of the p-value of a sum of martingale differences of at most 1 (Freedman 1975)."""
     size = abs(total)
     if size < 1e-9:
         return 1.0
@@ -188,7 +188,7 @@ def martingale_p(total: float, variance: float) -> float:
 def detectable_bias(tokens: int, level: float, power: float, variance: float = 0.25) -> float:
     """Return the smallest bias that the test `favoured` detects with probability `power`, or 1 if there is none.
 
-    A bias of b moves, averaged over contexts, probability b to the favoured tokens.
+    A bias of b means that probability b is shifted to the favoured tokens, on average over contexts.
 
     Args:
         tokens: Number of tokens tested.

@@ -1,4 +1,4 @@
-"""Agreement of drafts with the target at every token of given texts (teacher forcing).
+"""Agreement between drafts and the target at every token of given texts, measured by teacher forcing.
 
 Shape letters: T predicted tokens of all passages (for EAGLE-3: input tokens of one text), C tokens of a chunk, X new
 tokens, K depth, P passages, V vocabulary, R proposed tokens, D hidden, G auxiliary hidden states.
@@ -30,17 +30,17 @@ MEASURES = ("hit", "overlap", "agree", "accepted")
 
 
 class Passage(NamedTuple):
-    """Text and the prompt that precedes it."""
+    """Prompt and text on which draft and target are compared."""
 
     prompt: Sequence[int]
-    """Token ids, at least one. Encoder-decoders read them with the encoder."""
+    """Token ids of the prompt, at least one. Encoder-decoders use them as encoder input."""
     text: Sequence[int]
-    """Tokens that are predicted."""
+    """Token ids of the text, which are predicted."""
     judged: Sequence[bool] | None = None
-    """Mask of the tokens that are judged. None judges all."""
+    """Mask of the text's tokens that are scored. None scores all."""
 
     def judge_only(self, ids: set[int]) -> "Passage":
-        """Return the passage with judgement restricted to some tokens."""
+        """Return a copy of the passage in which only tokens in `ids` are scored."""
         judged = self.judged or [True] * len(self.text)
         return self._replace(
             judged=[bool(is_judged) and token in ids for is_judged, token in zip(judged, self.text, strict=True)]
@@ -48,8 +48,8 @@ class Passage(NamedTuple):
 
 
 Drafts = Callable[[slice], list[tuple[Tensor, Tensor]]]
-"""Function from a slice of the predicted tokens to unwarped logits [C, V] and draft tokens at temperature 0, int64 [C],
-of each head. Head k predicts k positions ahead."""
+"""Function that maps a slice of the predicted tokens to each head's unwarped logits [C, V] and greedy draft tokens,
+int64 [C]. Head k predicts k positions ahead."""
 
 
 @dataclass(frozen=True)
@@ -57,19 +57,19 @@ class Source:
     """Source of draft tokens: a draft model, heads, or a table."""
 
     make_drafts: Callable[[Sequence[Passage], TextStates], Drafts]
-    """Function that returns the drafts for passages, given the target's reading of them."""
+    """Function that returns the drafts for passages, given the target's hidden states."""
     depth: int = 1
-    """Number of tokens predicted jointly (K), each by a separate head."""
+    """Number of tokens predicted from one position (K), each by a separate head or step."""
     draws: bool = True
-    """True if draft tokens are sampled. Heads always propose their most likely token."""
+    """True if draft tokens are sampled, False if the most likely token is always proposed, as by heads."""
     proposed: Tensor | None = None
     """Ids of the tokens that can be proposed. None if all can, or if they are unknown."""
     needs_previous_state: bool = False
-    """True if it needs the target's state before the one that the target predicts the token from."""
+    """True if drafting needs the target's state one position before the one that predicts the token."""
 
 
 def drafter_source(model: LanguageModel) -> Source:
-    """Return the source of a draft model."""
+    """Return a `Source` that drafts with a draft model."""
 
     def make_drafts(passages: Sequence[Passage], states: TextStates) -> Drafts:
         prompts, texts = [passage.prompt for passage in passages], [passage.text for passage in passages]
@@ -80,7 +80,7 @@ def drafter_source(model: LanguageModel) -> Source:
 
 
 def heads_source(heads: HeadModule, dtype: torch.dtype) -> Source:
-    """Return the source of prediction heads on the target's hidden states."""
+    """Return a `Source` that drafts with prediction heads on the target's hidden states."""
     depth = heads.num_heads
 
     def make_drafts(passages: Sequence[Passage], states: TextStates) -> Drafts:
@@ -97,7 +97,7 @@ def heads_source(heads: HeadModule, dtype: torch.dtype) -> Source:
 
 
 def eagle_source(heads: EagleHeads, target: LanguageModel) -> Source:
-    """Return the source of EAGLE-3 heads. The target must return the auxiliary states that they read."""
+    """Return a `Source` that drafts with EAGLE-3 heads. The target must return their auxiliary states."""
 
     def run_heads(passage: Passage) -> Tensor:
         aux_1TG, _, ids_1T = target_states(target, passage)
@@ -111,7 +111,7 @@ def eagle_source(heads: EagleHeads, target: LanguageModel) -> Source:
 
 
 def target_states(target: LanguageModel, passage: Passage) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the auxiliary states [1, T, G], final states [1, T, D] and ids [1, T] of a text without its last token."""
+    """Return the target's auxiliary states [1, T, G], final states [1, T, D] and ids [1, T] before the last token."""
     (start,), cache = target.begin([passage.prompt], len(passage.text))
     ids_1T = torch.tensor([[*start, *passage.text[:-1]]], device=target.device)
     states_1TS = target.extend(cache, ids_1T)
@@ -119,10 +119,9 @@ def target_states(target: LanguageModel, passage: Passage) -> tuple[Tensor, Tens
 
 
 def chains(heads: EagleHeads, aux_1TG: Tensor, ids_1T: Tensor, new: int, previous_token: bool = False) -> Tensor:
-    """Return the states [X, K, D] of EAGLE-3 heads for the last `new` tokens, as predicted k positions before.
+    """Return the states [X, K, D] from which EAGLE-3 heads predict the last `new` tokens, k positions earlier.
 
-    Inputs are states and tokens of all positions but the last. With `previous_token`, heads read the token one position
-    earlier.
+    With `previous_token`, the heads' input at each position is the token before it.
     """
     count = ids_1T.shape[1]
     mask_11TT = torch.ones(1, 1, count, count, dtype=torch.bool, device=ids_1T.device).tril()
@@ -136,13 +135,13 @@ def chains(heads: EagleHeads, aux_1TG: Tensor, ids_1T: Tensor, new: int, previou
 
 
 def draft_logits(heads: EagleHeads, states_XD: Tensor) -> Tensor:
-    """Return logits [..., V] of all tokens, with minus infinity for those that are never proposed."""
+    """Return logits [..., V] of EAGLE-3 heads, with minus infinity for tokens outside the draft vocabulary."""
     logits_XR = states_XD @ heads.projection().to(states_XD).T
     return logits_XR if heads.proposed is None else widen(logits_XR, heads.proposed, heads.vocab_size)
 
 
 def table_source(proposer: TableChain, device: torch.device) -> Source:
-    """Return the source of a table of counts, which drafts as `ngrams.TableChain` does."""
+    """Return a `Source` that drafts from a table of counts, as `ngrams.TableChain` does."""
     table = proposer.source.drafts(proposer.table, device)
 
     def make_drafts(passages: Sequence[Passage], states: TextStates) -> Drafts:
@@ -160,25 +159,25 @@ class Scores:
     """Agreement at every predicted token y. Row k contains the drafts made k positions earlier."""
 
     measures: dict[str, NDArray[np.float32]]
-    """Measures by name, [K, T] each. hit: 1 if the source's most likely token is y. overlap: Σ min(p, q), unwarped, the
-    acceptance probability at temperature 1 (Leviathan et al. 2023, arXiv 2211.17192, theorem 3.5). agree: 1 if target
-    and source have the same most likely token. accepted: acceptance probability under the warping of decoding, Σ min(p,
-    q), or p of the draft token if it is not sampled."""
+    """Mapping from measure names to values [K, T]. hit: 1 if the source's most likely token is y. overlap: Σ min(p, q),
+    unwarped, the acceptance probability at temperature 1 (Leviathan et al. 2023, arXiv 2211.17192, theorem 3.5). agree:
+    1 if target and source have the same most likely token. accepted: acceptance probability under the warping of
+    decoding, Σ min(p, q), or p of the draft token if it is not sampled."""
     valid_KT: NDArray[np.bool_]
-    """True if the token is judged and something was drafted for it k positions before."""
+    """Mask of the scored tokens for which a draft was made k positions earlier."""
     passage_T: NDArray[np.int64]
-    """Number of the passage of each token."""
+    """Index of the passage of each token."""
     passages: int
 
     def sums(self, name: str) -> tuple[Floats, Floats]:
-        """Return the sum of a measure and the number of tokens by passage, [P] each."""
+        """Return the sum of a measure and the number of scored tokens for each passage, [P] each."""
         value_KT = self.measures[name] * self.valid_KT
         sums = (value_KT.sum(0, dtype=np.float64), self.valid_KT.sum(0))
         over_P, under_P = (np.bincount(self.passage_T, values_T, self.passages) for values_T in sums)
         return over_P.astype(np.float64), under_P.astype(np.float64)
 
     def mean(self, name: str) -> float | None:
-        """Return the mean of a measure over all tokens, or None without tokens."""
+        """Return the mean of a measure over all scored tokens, or None if there are none."""
         over_P, under_P = self.sums(name)
         return float(over_P.sum() / under_P.sum()) if under_P.sum() else None
 
@@ -195,7 +194,7 @@ def score(
     sampling: Sampling,
     progress: Callable[[int, int], None] | None = None,
 ) -> Scores:
-    """Read passages with the target and a source of drafts by teacher forcing, and compare them at every token.
+    """Compare a target and a source of drafts at every token of passages by teacher forcing.
 
     Raises:
         ValueError: There is no token to predict.
@@ -218,7 +217,7 @@ def score(
 
 
 def _groups(passages: Sequence[Passage]) -> Iterator[list[Passage]]:
-    """Yield groups of passages with about `_TOKENS_AT_ONCE` tokens, whose states are held in memory at a time."""
+    """Yield groups of passages with about `_TOKENS_AT_ONCE` tokens, to limit the memory of hidden states."""
     sizes = np.cumsum([len(passage.prompt) + len(passage.text) for passage in passages])
     for _, group in groupby(zip(sizes // _TOKENS_AT_ONCE, passages, strict=True), lambda pair: pair[0]):
         yield [passage for _, passage in group]
@@ -227,7 +226,7 @@ def _groups(passages: Sequence[Passage]) -> Iterator[list[Passage]]:
 def _measure(
     target: LanguageModel, source: Source, passages: Sequence[Passage], states: TextStates, sampling: Sampling
 ) -> NDArray[np.float32]:
-    """Return the measures of `Scores`, stacked, each [K, T]."""
+    """Return the values [K, T] of all `MEASURES` (see `Scores`), stacked."""
     token_T = torch.tensor([token for passage in passages for token in passage.text])
     drafts, parts = source.make_drafts(passages, states), []
     for span in chunks(len(token_T), target.vocab_size):
@@ -250,7 +249,7 @@ def _measure(
 
 
 def _valid(passages: Sequence[Passage], starts: Sequence[Sequence[int]], source: Source) -> NDArray[np.bool_]:
-    """Return the mask [K, T] of judged tokens for which something was drafted k positions before."""
+    """Return the mask [K, T] of scored tokens for which a draft was made k positions earlier."""
     parts = []
     for passage, start in zip(passages, starts, strict=True):
         index_T = np.arange(len(passage.text))

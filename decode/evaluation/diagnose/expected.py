@@ -1,6 +1,6 @@
 """Comparison of a server's tokens per step with this engine's results.
 
-With γ draft tokens per step they are 1 + Σ_{i ≤ γ} Π_{j ≤ i} α_j, where α_j is the acceptance rate at depth j.
+With γ draft tokens, a step yields 1 + Σ_{i ≤ γ} Π_{j ≤ i} α_j tokens, where α_j is the acceptance rate at depth j.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -14,19 +14,19 @@ _TOLERANCE = 0.05  # of tokens per step; near-ties and ends of texts explain les
 
 
 class ServerPrediction(NamedTuple):
-    """Prediction from one row of an evaluation's results."""
+    """Expected results of a server, derived from one row of an evaluation."""
 
     label: str
     gamma: int
     """Maximum number of draft tokens per step."""
     by_depth: list[float]
     prompt_tokens: dict[str, int]
-    """Prompt lengths in this engine's encoding."""
+    """Number of tokens of each prompt in this engine."""
     measured: dict[str, tuple[int, int]]
-    """Tokens and steps of each prompt's text. Empty if the server's texts may have other lengths."""
+    """Numbers of tokens and steps for each prompt. Empty if the server may generate other lengths."""
 
     def tokens_per_step(self, gamma: int, prompts: Iterable[str]) -> float:
-        """Return the tokens per step of these prompts, or for another `gamma` the prediction from acceptance rates."""
+        """Return the measured tokens per step for `prompts`, or a prediction from acceptance for another `gamma`."""
         texts = [self.measured[prompt] for prompt in prompts if prompt in self.measured]
         if texts and gamma == self.gamma:
             tokens, steps = map(sum, zip(*texts, strict=True))
@@ -35,19 +35,19 @@ class ServerPrediction(NamedTuple):
 
 
 def predict_server(row: Mapping[str, Any], prompt_tokens: dict[str, int], same_length: bool) -> ServerPrediction:
-    """Return the prediction of a row. `same_length` means that its texts have the server's token limit."""
+    """Return the prediction from a row. `same_length` is True if the server uses the row's token limit."""
     texts = row["by_prompt"] if same_length else []
     measured = {text["prompt"]: (text["tokens"], text["steps"]) for text in texts if text["steps"]}
     return ServerPrediction(row["label"], draft_length(row), row["acceptance_by_depth"], prompt_tokens, measured)
 
 
 def draft_length(row: Mapping[str, Any]) -> int:
-    """Return the draft tokens per step, since the acceptance by depth omits depths that were never reached."""
+    """Return a row's `gamma`, or the number of depths with an acceptance rate if it has no such option."""
     return int(row["options"].get("gamma", len(row["acceptance_by_depth"])))
 
 
 def compare_server(expected: ServerPrediction, row: Mapping[str, Any]) -> Iterator[Finding]:
-    """Yield the differences between a server's row and this engine."""
+    """Yield findings for the differences between a server's results and the prediction."""
     label = row["label"]
     differences = {
         name: row["prompt_tokens"][name] - count

@@ -1,6 +1,6 @@
-"""Agreement of EAGLE-3 heads with their target for inputs other than those of their config.
+"""Agreement of EAGLE-3 heads with their target for different inputs.
 
-These are the inputs that engines would use, and those of common training mistakes.
+A reading is a choice of inputs: that of the config, of a serving engine, or of a common training mistake.
 
 Shape letters: P passages, T tokens of a text but its last, X new tokens, K steps, D hidden, G auxiliary hidden states.
 """
@@ -31,25 +31,25 @@ from .stages import make_finding
 _MIN_TEXTS, _MIN_DIFFERENCE, _FALSE_ALARMS = 8, 0.005, 0.01
 """Minimum number of texts and difference for a finding, and probability of a false finding over all readings."""
 _MIN_SECOND_STEP = 0.5
-"""Share of the first step's agreement that the second step should reach. It is 0.90 for heads that learned to read
-their own states, and 0.18 for heads that learned a single step."""
+"""Minimum agreement of the second step relative to the first. It is 0.90 for heads that were trained on their own
+states, and 0.18 for heads that were trained for a single step."""
 
 
 class Reading(NamedTuple):
-    """Inputs of heads, and the resulting agreement with the target."""
+    """Choice of inputs for EAGLE-3 heads, and the resulting agreement with the target."""
 
     layers: tuple[int, ...]
     normed: bool
     names: list[str]
-    """Engines that use these inputs, and descriptions of the reading."""
+    """Engines and training mistakes that lead to these inputs."""
     rope_theta: float | None = None
     """Base of the rotary positions. None uses the config's."""
     unshifted: bool = False
     """True if embeddings are those of the previous token, as in training without shifted tokens."""
     agreement_by_step: tuple[float, ...] = ()
-    """Share of positions where each step's most likely token is the target's, teacher-forced."""
+    """Share of positions where each step's most likely token is the target's, with teacher forcing."""
     agreement: float = 0.0
-    """The same share over all steps."""
+    """Share of positions where the most likely tokens agree, over all steps."""
     error: float = 0.0
     """Standard error of the difference from the config's reading on the same texts."""
     second_step_drop: tuple[float, float] = (0.0, 0.0)
@@ -70,7 +70,7 @@ class Reading(NamedTuple):
 
 
 def list_readings(config: dict[str, Any], target: Any) -> list[Reading]:
-    """Return all inputs that heads of this config may receive from a target of this configuration.
+    """List the readings to test for heads with this config and a target with this configuration.
 
     The config's own reading comes first, then those of engines and of common mistakes.
     """
@@ -97,7 +97,7 @@ def list_readings(config: dict[str, Any], target: Any) -> list[Reading]:
 
 
 def attach_heads(folder: Path, model: Any, target: LanguageModel, dtype: torch.dtype | None = None) -> EagleHeads:
-    """Load heads with the embeddings and output rows of a target (`model`), by default in its dtype."""
+    """Load EAGLE-3 heads and attach the target's embedding and output weights, by default in its dtype."""
     heads = load_eagle(folder)
     weights = (model.get_input_embeddings().weight, model.get_output_embeddings().weight)
     heads = heads.to(target.device, dtype or target.weights_dtype).attach(*weights)
@@ -117,7 +117,7 @@ def _rotary(heads: EagleHeads, base: float | None) -> LlamaRotaryEmbedding:
 def measure_readings(
     model: Any, folder: Path, passages: Sequence[Passage], progress: Callable[[int, int], None]
 ) -> list[Reading]:
-    """Return every reading with its agreement on given texts.
+    """Measure the agreement of every reading on passages.
 
     Raises:
         ValueError: There is no token to predict.
@@ -175,7 +175,7 @@ def _summarise(readings: Sequence[Reading], agreeing_WPK: Floats, judged_PK: Flo
 
 
 def best_reading(readings: Sequence[Reading]) -> Reading | None:
-    """Return the best reading if it is significantly better than the config's."""
+    """Return the best reading if it is significantly better than the config's, otherwise None."""
     best = max(readings, key=lambda reading: reading.agreement)
     gain = best.agreement - readings[0].agreement
     return best if _is_significant(gain, best.error, best.texts, len(readings)) else None

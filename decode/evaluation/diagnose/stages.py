@@ -1,4 +1,4 @@
-"""Stages between training and decoding, the acceptance lost between them, and its likely causes.
+"""Acceptance rates at the stages between training and decoding, and likely causes of losses between them.
 
 Shape letters: P prompts or documents, R resamples.
 """
@@ -53,7 +53,7 @@ NO_FAULTS = ("text", "drafting")
 
 
 def make_finding(cause: str, lost: float | None, interval: list[float] | None, numbers: str = "") -> Finding:
-    """Return the finding for a key of `CAUSES`, with the acceptance lost to it, or None if that was not measured."""
+    """Create the finding for a key of `CAUSES`. `lost` is the acceptance lost, or None if not measured."""
     what, advice = CAUSES[cause]
     is_fault = cause not in NO_FAULTS
     return Finding(cause, what + numbers, advice=advice, is_fault=is_fault, lost=lost, interval=interval)
@@ -71,9 +71,9 @@ class DraftAttempt(NamedTuple):
 
 
 def draft_attempts(steps: Iterable[TracedStep]) -> list[DraftAttempt]:
-    """Return the verified draft tokens of steps in order, without those beyond the end of the text.
+    """Return the verified draft tokens of all steps in order, without those after the end of the output.
 
-    For several candidates of a tree this is the accepted one, or the first if all were rejected.
+    Of several candidates in a tree, this is the accepted one, or the first if all were rejected.
     """
     attempts, start = [], 0
     for step in steps:
@@ -87,16 +87,16 @@ def draft_attempts(steps: Iterable[TracedStep]) -> list[DraftAttempt]:
 
 @dataclass(frozen=True)
 class Stage:
-    """Measurement of one stage: `record`, `files`, `own` or `decoding`."""
+    """Acceptance rate measured at one stage: `record`, `files`, `own` or `decoding`."""
 
     key: str
     description: str
     value: float | None
-    """Acceptance rate, as far as this stage measures it."""
+    """Acceptance rate, or None if this stage does not measure it."""
     by_depth: list[float | None] = field(default_factory=list)
     tokens: int = 0
     sums: tuple[Floats, Floats] | None = None
-    """Numerator and denominator of `value` by prompt or document, [P] each."""
+    """Numerator and denominator of `value` for each prompt or document, [P] each."""
     tokens_per_step: float | None = None
 
     def as_dict(self) -> dict[str, Any]:
@@ -104,7 +104,7 @@ class Stage:
 
 
 def scored_stage(key: str, description: str, scores: Scores, measure: str) -> Stage:
-    """Return the stage of scored passages, with `measure` of `Scores` as its value."""
+    """Create a stage from scored passages. Its value is the mean of `measure` (see `Scores`)."""
     depths = scores.by_depth(measure) if len(scores.valid_KT) > 1 else []
     sums = scores.sums(measure)
     return Stage(key, description, scores.mean(measure), depths, int(sums[1].sum()), sums)
@@ -113,7 +113,7 @@ def scored_stage(key: str, description: str, scores: Scores, measure: str) -> St
 def decoding_stage(
     description: str, attempts: Sequence[Sequence[DraftAttempt]], tokens_per_step: float, depths: int
 ) -> Stage:
-    """Return the stage of decoding: the share of accepted draft tokens, in total and for the first `depths` depths."""
+    """Create the decoding stage: the share of accepted draft tokens in total and at the first `depths` depths."""
     good_P = np.array([sum(attempt.accepted for attempt in row) for row in attempts], dtype=np.float64)
     all_P = np.array([len(row) for row in attempts], dtype=np.float64)
     value = float(good_P.sum() / all_P.sum()) if all_P.sum() else None
@@ -127,7 +127,7 @@ def decoding_stage(
 def gaps(stages: Sequence[Stage]) -> list[dict[str, Any]]:
     """Return the acceptance `lost` from each stage (`before`) to the next one that has a value (`after`).
 
-    `interval` is the 99 % interval over prompts, or None for too few prompts or if a stage is a mean from training.
+    `interval` is the 99 % interval over prompts, or None with too few prompts or without values per prompt.
     """
     rows = []
     for before, after in pairwise(stage for stage in stages if stage.value is not None):
@@ -142,7 +142,7 @@ def gaps(stages: Sequence[Stage]) -> list[dict[str, Any]]:
 
 
 def _resampled(stage: Stage) -> Floats | None:
-    """Return resampled values. Stages of the same prompts use the same resamples, so that differences are paired."""
+    """Return bootstrap resamples of a stage's value, paired between stages that use the same prompts."""
     if stage.sums is None:
         return None
     over_P, under_P = stage.sums
@@ -153,13 +153,13 @@ def _resampled(stage: Stage) -> Floats | None:
 def stage_findings(
     stages: Sequence[Stage], *, other_target: bool = False, other_template: bool = False, rounds: bool = False
 ) -> list[Finding]:
-    """Return the causes of significant losses.
+    """Return findings for significant losses between stages.
 
     Args:
         stages: Measured stages in order.
         other_target: Whether the artifact was trained for another target.
         other_template: Whether it was trained with another template.
-        rounds: Whether a measurement used 16 bits.
+        rounds: Whether a measurement used a 16-bit dtype.
     """
     by_key, findings = {stage.key: stage for stage in stages}, []
     if "record" in by_key and "files" in by_key:
@@ -177,7 +177,7 @@ def stage_findings(
 
 
 def _changed_metrics(record: Stage, files: Stage, tolerance: float) -> str:
-    """Return the training metrics that the files do not reproduce, such as `acceptance 0.812 → 0.640`."""
+    """Describe training metrics that the files do not reproduce, such as `acceptance 0.812 → 0.640`."""
     pairs = {"acceptance": (record.value, files.value)}
     if record.by_depth and files.by_depth:
         depths = zip(record.by_depth, files.by_depth, strict=False)

@@ -25,15 +25,15 @@ class TrainingRecord:
     folder: Path
     manifest: Manifest
     metrics: dict[str, float] = field(default_factory=dict)
-    """Metrics that training measured with the weights in memory."""
+    """Metrics that training measured with the weights in memory, before saving them."""
 
     @property
     def is_rounded(self) -> bool:
-        """Return whether training measured in 16 bits."""
+        """Return whether training used a 16-bit precision."""
         return str((self.manifest.recipe.get("train") or {}).get("precision", "no")) != "no"
 
     def has_other_template(self, template: Template, tokenizer: Any) -> bool:
-        """Return whether training rendered conversations with another template, as far as the manifest records it."""
+        """Return whether training used another chat template, or False if the manifest does not record one."""
         saved = (self.manifest.data.get("source") or {}).get("template")
         if not isinstance(saved, dict) or set(saved) != {value.name for value in fields(Template)}:
             return False
@@ -44,7 +44,7 @@ class TrainingRecord:
         return bool(before != after)
 
     def passages(self) -> list[Passage] | str:
-        """Return the held-out documents that training measured on, or the reason why they are not available."""
+        """Return the held-out documents on which training measured metrics, or the reason why they are missing."""
         measured = (self.manifest.recipe.get("measure") or {}).get("blocks")
         if not self.metrics or not measured:
             return f"{self.folder} contains no training metrics on held-out blocks"
@@ -61,7 +61,7 @@ class TrainingRecord:
 
 
 def load_training_record(folder: Path) -> TrainingRecord | None:
-    """Return the record of an artifact, or None for a folder without a manifest."""
+    """Load the training record of an artifact, or return None if the folder has no manifest."""
     if not (folder / MANIFEST_FILE).is_file():
         return None
     manifest = load_manifest(folder)
@@ -71,7 +71,7 @@ def load_training_record(folder: Path) -> TrainingRecord | None:
 
 
 def block_passages(data: PreparedData, blocks: int) -> list[Passage]:
-    """Return the documents of the first blocks, with their supervised tokens as judged tokens."""
+    """Convert the documents in the first blocks to passages, in which supervised tokens are scored."""
     passages = []
     for block in range(blocks):
         batch = data.batch([block])

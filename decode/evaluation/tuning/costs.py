@@ -1,4 +1,4 @@
-"""Measured latency of a model's forwards by number of tokens."""
+"""Measured latency of a model's forward as a function of the number of tokens."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ NODES = (1, 2, 3, 5, 9, 17, 33, 65)
 
 @dataclass(frozen=True)
 class Curve:
-    """Seconds of a forward by number of nodes, non-decreasing and linear between measurements."""
+    """Non-decreasing and piecewise linear curve of a forward's seconds over the number of tree nodes."""
 
     nodes: tuple[int, ...]
     seconds: tuple[float, ...]
@@ -35,7 +35,7 @@ class Curve:
 
 @torch.inference_mode()
 def measure_forwards(model: LanguageModel, context: int, nodes: Sequence[int] = NODES, runs: int = 24) -> Curve:
-    """Time forwards of each number of nodes after `context` tokens, in turns so that drift affects all alike."""
+    """Time forwards of each number of nodes after `context` tokens, and fit a curve to the lower quartiles."""
     calls = [raw_forward(model, count, context) for count in nodes]
     seconds = time_in_turns(model, calls, runs)
     # The lower quartile is used because other processes can only increase the time.

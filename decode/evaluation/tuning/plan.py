@@ -1,7 +1,7 @@
-"""Plan of a search for drafters: possible candidates, their potential speedup, and the training that a budget allows.
+"""Plan of which drafters to train: candidates, their potential speedup, and the training that fits the time budget.
 
 With draft tokens accepted at rates α_1, α_2, …, a step with γ draft tokens yields 1 + Σ_{i ≤ γ} Π_{j ≤ i} α_j tokens.
-It costs a forward of the target over γ + 1 tokens of each sequence, and the drafting.
+Its cost is a target forward over γ + 1 tokens of each sequence, plus drafting.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -12,25 +12,25 @@ from typing import Literal
 
 Kind = Literal["drafter", "parallel", "eagle", "heads"]
 Seconds = Callable[[float], float]
-"""Time of a forward of the target by its number of tokens."""
+"""Function that maps a number of tokens to the seconds of a target forward."""
 
 BUDGET_SHARES = {"answers": 0.25, "measure": 0.05, "tune": 0.19, "certify": 0.05}
-"""Shares of the budget; the rest is for training."""
+"""Shares of the time budget for each phase. The rest is for training."""
 SELECTION_SHARE = 0.5
-"""Share of the training time in which candidates compete; the rest trains the best ones."""
+"""Share of the training time in which all candidates are trained. The rest is for the best ones."""
 MIN_ANSWERS, MIN_STEPS = 20, 32
-"""Minimum number of answers to train on, and of training steps."""
+"""Minimum number of responses to train on, and minimum number of training steps."""
 MIN_BATCHES = 4
-"""Minimum number of batches to measure a method with."""
+"""Minimum number of batches on which a method is measured."""
 EVALUATION_OVERHEAD = 2.0
-"""Time of an evaluation (prefill, repeated rows, profiles) relative to the time of the tokens that it decodes."""
+"""Time of an evaluation (prefill, repeated rows, profiles) relative to the time of decoding only."""
 OPTIMISTIC_ACCEPTANCE: dict[Kind, tuple[float, ...]] = {
     "drafter": (0.95, 0.95, 0.95, 0.95, 0.95),
     "parallel": (0.95, 0.9, 0.85, 0.8),
     "eagle": (0.95, 0.92, 0.89, 0.86, 0.83),
     "heads": (0.9, 0.75, 0.6),
 }
-"""Optimistic acceptance rates by depth."""
+"""Optimistic acceptance rates at each depth, for each kind of candidate."""
 EXPECTED_ACCEPTANCE = 0.65
 """Acceptance rate after little training, used to choose draft lengths before they are tuned."""
 _MIN_SPEEDUP = 1.02  # minimum optimistic speedup of a trained candidate
@@ -45,7 +45,7 @@ class Candidate:
     layers: tuple[int, ...]
     """Layers of the target from which a drafter is initialised."""
     cost: float
-    """Cost of a draft token in one-token forwards of the target. For parallel drafts, the cost of all tokens."""
+    """Cost of a draft token relative to a one-token target forward. For parallel drafts, cost of all tokens."""
 
     @property
     def slug(self) -> str:
@@ -63,12 +63,12 @@ class ModelShape:
 
     @property
     def parameters(self) -> float:
-        """Return the number of parameters that a forward reads."""
+        """Return the number of parameters that a forward uses."""
         return self.layers * self.layer_parameters + self.vocabulary * self.hidden
 
 
 def list_candidates(shape: ModelShape, draft_vocabulary: int, supports_eagle: bool) -> list[Candidate]:
-    """List the trainable candidates: pruned drafters, a parallel one, EAGLE-3 and Medusa heads."""
+    """List the trainable candidates: pruned drafters, a parallel drafter, EAGLE-3 and Medusa heads."""
     last, head = shape.layers - 1, min(draft_vocabulary, shape.vocabulary) * shape.hidden
     items = []
     for layers in ((0, last), (0, 1, last - 1, last)):
@@ -85,7 +85,7 @@ def list_candidates(shape: ModelShape, draft_vocabulary: int, supports_eagle: bo
 
 
 def best_draft(candidate: Candidate, seconds: Seconds, acceptance: Sequence[float] | None = None) -> tuple[int, float]:
-    """Return the draft length with the largest speedup, and that speedup, by default for optimistic acceptance."""
+    """Return the draft length with the largest speedup, and the speedup. Acceptance is optimistic by default."""
     rates = OPTIMISTIC_ACCEPTANCE[candidate.kind] if acceptance is None else acceptance
     speedups = {}
     for length, accepted in enumerate(accumulate(accumulate(rates, mul)), 1):
@@ -96,7 +96,7 @@ def best_draft(candidate: Candidate, seconds: Seconds, acceptance: Sequence[floa
 
 
 def is_worth_training(candidate: Candidate, seconds: Seconds, batch: int = 1) -> tuple[bool, str]:
-    """Return whether a candidate could beat autoregressive decoding at a batch size, and why."""
+    """Return whether a candidate could be faster than autoregressive decoding, and the reason."""
     best = best_draft(candidate, lambda tokens: seconds(batch * tokens))[1]
     reason = f"{candidate.name}: at most {best:.2f}x"
     return best >= _MIN_SPEEDUP, reason + (
@@ -105,7 +105,7 @@ def is_worth_training(candidate: Candidate, seconds: Seconds, batch: int = 1) ->
 
 
 def affordable_candidates(step_seconds: Mapping[str, float], seconds: float) -> tuple[list[str], str]:
-    """Return the candidates whose minimum training fits into `seconds`, and why the slowest were dropped."""
+    """Return the candidates whose minimum training fits into `seconds`, and the reason for dropping others."""
     names = sorted(step_seconds, key=lambda name: step_seconds[name])
     while names and MIN_STEPS * (sum(map(step_seconds.__getitem__, names)) + step_seconds[names[-1]]) > seconds:
         names.pop()
@@ -120,5 +120,5 @@ def count_batches(seconds: float, rows: int, batch_seconds: float, most: int) ->
 
 
 def count_rows(seconds: float, batch_seconds: float, least: int) -> int:
-    """Return the number of methods, without the baseline, that can be measured in `seconds` on `MIN_BATCHES`."""
+    """Return the number of methods, without the baseline, for which `MIN_BATCHES` can be measured in `seconds`."""
     return max(least, int(seconds / (EVALUATION_OVERHEAD * MIN_BATCHES * batch_seconds)) - 1)

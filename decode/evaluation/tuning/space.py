@@ -13,7 +13,7 @@ SAME_WHEN_GREEDY = {
     "specinfer": "speculative",
     "relaxed-uno": "relaxed-opt",
 }
-"""Methods that equal another method at temperature 0."""
+"""Mapping from methods to the method that they are equivalent to at temperature 0."""
 TYPICAL = "medusa, typical"
 PARALLEL = "speculative, parallel"
 VARIANTS: dict[str, tuple[str, Options]] = {
@@ -22,7 +22,7 @@ VARIANTS: dict[str, tuple[str, Options]] = {
     "suffix, drafter": ("suffix", {"fallback": "drafter"}),
     "suffix, heads": ("suffix", {"fallback": "heads"}),
 }
-"""Variants that are tuned separately from their method: the method and the options that select them."""
+"""Mapping from variants that are tuned separately to their method and the options that select them."""
 
 Grid = Mapping[str, Sequence[Any]]
 _GAMMAS = (3, 2, 4, 1, 6, 8)
@@ -57,15 +57,15 @@ GRIDS: dict[str, Grid] = {
     "bild": {"fallback_threshold": _CONFIDENCES, "rollback_threshold": (2.0, 1.0, 3.0, 5.0)},
     "mjsd": {"gamma": (4, 2, 6), "num_beams": (4,), "likelihood_threshold": (0.1, 0.2, 0.4, 0.8)},
 }
-"""Candidate values of each method's options, by the name under which the method is tuned."""
+"""Mapping from methods and variants to the candidate values of their options."""
 
 
 @dataclass(frozen=True)
 class Available:
-    """Artifacts of an evaluation that determine the methods to tune."""
+    """Artifacts that are available to the tuned methods."""
 
     parts: frozenset[str]
-    """Subset of `drafter`, `heads` and `table`."""
+    """Available artifacts: a subset of `drafter`, `heads` and `table`."""
     num_heads: int = 0
     has_texts: bool = False
     """True if the table contains texts for suffix decoding."""
@@ -74,14 +74,14 @@ class Available:
 
 
 def tunable_methods(available: Available, temperature: float) -> list[str]:
-    """List the names of `GRIDS` that these artifacts allow, without those that equal another at temperature 0."""
+    """List the names in `GRIDS` that the artifacts allow, without methods that are redundant at temperature 0."""
     names = [name for name in GRIDS if temperature > 0 or name not in (*SAME_WHEN_GREEDY, TYPICAL)]
     names = [name for name in names if name != PARALLEL or available.is_parallel]
     return [name for name in names if available.parts.issuperset(method_config(*VARIANTS.get(name, (name, {}))).needs)]
 
 
 def list_settings(name: str, available: Available, temperature: float) -> list[tuple[str, Options]]:
-    """List the method and the options of each setting that is tuned under a name of `GRIDS`."""
+    """List the settings to tune for a name in `GRIDS`, each as a method and its options."""
     method, options = VARIANTS.get(name, (name, {}))
     grid = dict(GRIDS[name])
     if "tree" in grid:
@@ -99,7 +99,7 @@ def list_settings(name: str, available: Available, temperature: float) -> list[t
 
 
 def tuned_name(method: str, options: Mapping[str, Any], temperature: float) -> str:
-    """Return the name under which a row of an evaluation is tuned."""
+    """Return the name of the method or variant in `GRIDS` to which a method with these options belongs."""
     for name, (base, selecting) in VARIANTS.items():
         if base == method and selecting.items() <= options.items() and not (name == TYPICAL and temperature == 0):
             return name

@@ -1,6 +1,6 @@
-"""Tuner: measure all settings on a few prompts, then the possibly fastest ones on more (successive halving).
+"""Tuner based on successive halving: measure all settings on a few prompts, then the fastest ones on more.
 
-A setting is measured with this engine or, for draft lengths, with a serving engine.
+Settings are measured with this engine. Draft lengths can also be measured with a serving engine.
 """
 
 import math
@@ -22,7 +22,7 @@ class Workload:
     """Batch size and temperature to optimise for."""
 
     batch: int
-    """Batch size, or concurrent requests of a serving engine."""
+    """Batch size, or number of concurrent requests to a serving engine."""
     temperature: float
 
     def __str__(self) -> str:
@@ -46,7 +46,7 @@ class Measurement:
     method: str = ""
     options: dict[str, Any] = field(default_factory=dict)
     is_steady: bool = True
-    """False if the times are known to be disturbed."""
+    """False if other processes are known to have disturbed the times."""
     is_lossless: bool = True
     perplexity: float | None = None
     """Perplexity of the output under the target."""
@@ -57,7 +57,7 @@ class Measurement:
 
     @classmethod
     def of_row(cls, row: Row) -> "Measurement":
-        """Return the measurement of a row of an evaluation."""
+        """Create a measurement from a row of an evaluation."""
         interval = tuple(row["speedup_interval"] or (row["speedup"], row["speedup"]))
         about = {key: row[key] for key in ("label", "method", "options", "perplexity", "tokens_per_step", "speedup")}
         return cls(interval=interval, is_steady=row["steady"] is not False, is_lossless=row["lossless"], **about)
@@ -69,11 +69,11 @@ class Measurement:
 def tune(
     labels: Sequence[str], measure: Callable[[Sequence[str], int, int], Sequence[Measurement]], prompts: Sequence[int]
 ) -> list[Measurement]:
-    """Return the measurements of the last round in descending order of speedup.
+    """Run all rounds, and return the measurements of the last one in descending order of speedup.
 
     Args:
         labels: Unique labels of all settings.
-        measure: Measures settings in a round, counted from 1, on a number of prompts.
+        measure: Function that takes labels, the round's number from 1 and the number of prompts, and measures them.
         prompts: Number of prompts of each round.
     """
     measured: list[Measurement] = []
@@ -85,7 +85,7 @@ def tune(
 
 
 def select_survivors(ranked: Sequence[Measurement], most: int) -> list[Measurement]:
-    """Select at most `most` lossless settings that may be the fastest, and the frontier of each lossy method.
+    """Select at most `most` lossless settings that may be the fastest, and the Pareto frontier of each lossy one.
 
     Disturbed measurements are included, since selected settings are measured again.
     """
@@ -130,10 +130,10 @@ def choose_winner(measurements: Sequence[Measurement]) -> tuple[Measurement | No
 
 
 def tune_lengths(measure: Callable[[int], Sequence[Row]], most: int) -> dict[int, Sequence[Row]]:
-    """Measure draft lengths of a serving engine from 1 on, until a longer draft is slower under every load.
+    """Measure a serving engine with increasing draft lengths until a longer one is slower at every concurrency.
 
     Args:
-        measure: Returns a row of `bench` for each load.
+        measure: Function that takes a draft length and returns a row of `bench` for each concurrency.
         most: Maximum number of draft tokens.
     """
     rows: dict[int, Sequence[Row]] = {}

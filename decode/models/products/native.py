@@ -32,7 +32,7 @@ def in_use() -> bool:
 
 @contextmanager
 def library_products() -> Iterator[None]:
-    """Return a context manager that disables compiled functions, for example to count FLOPs with torch."""
+    """Return a context manager that disables compiled functions, for example to count FLOPs with PyTorch."""
     global _in_use
     _in_use = False
     try:

@@ -87,9 +87,9 @@ FAMILIES = {
 }
 """Mapping from model types to their families."""
 GATES = {"silu": 1, "gelu_pytorch_tanh": 2}
-"""Numbers of the activations of gated MLPs in vectors.h."""
+"""Mapping from activations of gated MLPs to their numbers in vectors.h."""
 ACTIVATIONS = {"relu": 3, "gelu_new": 4, "gelu_pytorch_tanh": 4, "gelu": 5}
-"""Numbers of the activations of MLPs without a gate in vectors.h."""
+"""Mapping from activations of MLPs without a gate to their numbers in vectors.h."""
 
 
 def join_weights(modules: Sequence[Any], norm: Any = None) -> tuple[Tensor, Tensor | None]:
