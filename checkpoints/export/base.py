@@ -142,7 +142,7 @@ def export_artifact(
 
 
 def check_same_tensors(tensors: dict[str, Tensor], expected: dict[str, Tensor], folder: Path) -> None:
-    """Raise ValueError if two sets of tensors differ in names, dtypes or values. `folder` is named in the message."""
+    """Raise ValueError if two sets of tensors differ in names, dtypes or values. Error messages name `folder`."""
     if names := sorted(set(tensors) ^ set(expected)):
         raise ValueError(f"the tensors in {folder} are not those of the artifact: {', '.join(names[:3])}")
     for name, tensor in expected.items():

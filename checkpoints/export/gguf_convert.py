@@ -1,9 +1,9 @@
-"""Wrapper around llama.cpp's converter that passes values which the converter cannot determine itself.
+"""Wrapper around llama.cpp's converter that supplies the pre-tokenizer and missing configuration values.
 
     python -P -m draftsmith.checkpoints.export.gguf_convert CONVERTER NAME SETTINGS ARGUMENTS…
 
-NAME, if not empty, is the pre-tokenizer (`tokenizer.ggml.pre`) for tokenizers that the converter does not recognise by
-its hashes of published models. SETTINGS is a JSON object of configuration values that the converter expects and
+NAME is the pre-tokenizer (`tokenizer.ggml.pre`) for tokenizers that the converter does not recognise by its hashes of
+published models, or empty. SETTINGS is a JSON object of configuration values that the converter expects and
 transformers 5 stores under another name.
 """
 

@@ -30,7 +30,7 @@ from .logits import LogitShape
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 NORMED = "norm_before_residual"
-"""Config keys: ids of the target layers, and whether the residual stream starts after `hidden_norm`."""
+"""Config keys for the ids of the target layers, and for a residual stream that starts after `hidden_norm`."""
 HEAD = "lm_head.weight"
 _LIKE_THE_TARGET = (
     *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size"),

@@ -73,7 +73,7 @@ class Finding:
     is_fault: bool = False
     """True if a measured finding is an error of training, files or settings."""
     lost: float | None = None
-    """Decrease of acceptance, if measured."""
+    """Decrease of the acceptance rate or of the agreement with the target, if measured."""
     interval: list[float] | None = None
     """99 % confidence interval of `lost`."""
 

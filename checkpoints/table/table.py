@@ -117,7 +117,7 @@ class BigramTable:
 
     @cached_property
     def left_counts(self) -> Tensor:
-        """Number of pairs with each token as the left token, int64 [V]."""
+        """Number of pairs in which each token is the left one, int64 [V]."""
         sums_V, row_ptr = np.zeros(self.vocab_size, dtype=np.int64), self.row_ptr.numpy()
         rows_R = np.flatnonzero(np.diff(row_ptr))
         if len(rows_R):
@@ -126,7 +126,7 @@ class BigramTable:
 
     @cached_property
     def right_counts(self) -> Tensor:
-        """Number of pairs with each token as the right token, int64 [V]."""
+        """Number of pairs in which each token is the right one, int64 [V]."""
         sums_V = np.zeros(self.vocab_size, dtype=np.int64)
         for start in range(0, self.entries, CHUNK):
             part = slice(start, start + CHUNK)
