@@ -70,7 +70,7 @@ class Run:
 
     by_prompt: list[list[Decoded]]
     groups: Sequence[int] = ()
-    """Batch number of each prompt. Its prompts share the batch's time equally. Empty for batch size 1."""
+    """Batch number of each prompt. Prompts share the time of their batch equally. Empty for batch size 1."""
 
     @property
     def ids(self) -> list[list[int]]:
@@ -153,7 +153,7 @@ def decode_batch(
     limits: Limits,
     profile: StepProfile | None = None,
 ) -> list[Decoded]:
-    """Decode prompts in one batch, and divide its time equally. Prompt b uses the seed `seed + b`."""
+    """Decode prompts in one batch and divide its time equally among them. Prompt b uses the seed `seed + b`."""
     ids: list[list[int]] = [[] for _ in prompts]
     tallies = [Tally() for _ in prompts]
     synchronise(target)

@@ -44,8 +44,8 @@ class FirstStep:
 class StepProfile:
     """Profile that records the seconds of each phase of each step.
 
-    On CUDA, the phases before the commit are timed with events, and the commit ends with the step's only
-    synchronisation. `host` is the time between two steps and, on CUDA, the part of a step in which the device was idle.
+    On CUDA, phases are timed with events, and the commit ends with the step's only synchronisation. `host` is the time
+    between two steps and, on CUDA, the part of a step in which the device was idle.
     """
 
     def __init__(self, device: torch.device | str = "cpu") -> None:

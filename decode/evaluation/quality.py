@@ -47,7 +47,7 @@ def perplexity_of(nats: Iterable[float], tokens: Iterable[int]) -> float | None:
 def rouge_l(text: str, references: Sequence[str]) -> float | None:
     """Return ROUGE-L, the F-measure of the longest common subsequence of words (Lin 2004).
 
-    The best of several references counts. The result is None without references. Words are runs of a–z and 0–9 after
+    With several references, the best score is returned, and None without any. Words are runs of a–z and 0–9 after
     lower-casing, not stemmed, as in Google's `rouge_score`.
     """
     candidate = _WORD.findall(text.lower())

@@ -23,9 +23,9 @@ class Reply(NamedTuple):
     tokens: int = 0
     """Number of new tokens reported by the server."""
     first: float = 0.0
-    """Seconds until the first text arrived."""
+    """Seconds until the first part of the text arrived."""
     last: float = 0.0
-    """Seconds until the last text arrived."""
+    """Seconds until the last part of the text arrived."""
     cut: bool = False
     """True if the response ended at the token limit."""
     drafted: int | None = None

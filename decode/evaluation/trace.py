@@ -24,8 +24,8 @@ class TracedStep:
     accepted: tuple[int, ...]
     """Accepted draft tokens, in order."""
     rejected: tuple[int, ...]
-    """Tokens tried and rejected after the accepted ones: the next token of a chain (or all that the verifier examined),
-    or all children of the last accepted node of a tree."""
+    """Rejected draft tokens after the accepted ones. In a chain, this is the next token, or all that the verifier
+    examined. In a tree, these are all children of the last accepted node."""
     next_id: int | None
     """Token added by the target. None if a stop token or the limit came first."""
 

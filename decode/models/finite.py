@@ -16,7 +16,7 @@ from .products.product import is_int8
 class Watch:
     """Detector of NaN and infinite logits that checks one number per distribution.
 
-    The number, such as the largest logit, must be finite only if the logits are valid. It should not be a view of the
+    The number, such as the largest logit, must be finite only if the logits are. It should not be a view of the
     distribution, whose memory would be kept alive.
     """
 

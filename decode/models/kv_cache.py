@@ -1,4 +1,4 @@
-"""Key-value cache in memory that is allocated once and never copied as a whole.
+"""Key-value cache in preallocated memory.
 
 Shape letters: L layers, B batch, H key/value heads, S cache slots, M new tokens, K depth, E head width.
 """
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 def to_device(numbers: Tensor, device: torch.device) -> Tensor:
-    """Copy a host tensor to a device, asynchronously from pinned memory."""
+    """Copy a host tensor to a device. Copies to a GPU are asynchronous and use pinned memory."""
     return numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers.to(device)
 
 

@@ -242,10 +242,10 @@ class LeanDecoder(LanguageModel):
         return x_XD if self._norm_bias_D is None else x_XD + self._norm_bias_D
 
     def _mask(self, cache: KVCache, bias_BMn: Tensor | None, start: int, stop: int, end: int) -> Tensor | None:
-        """Return the attention mask, or None if attention is causal without one.
+        """Return the attention mask, or None if the layers apply a causal mask themselves.
 
-        That is the case for chains that run in C, and for prompts of more than `FEW_ROWS` tokens without an attention
-        window or soft cap.
+        They do so for chains that run in C, and for prompts of more than `FEW_ROWS` tokens without an attention window
+        or soft cap.
         """
         if bias_BMn is None and self._in_c(cache, stop - start):
             return None

@@ -49,9 +49,8 @@ class SourceCache(KVCache):
 class Seq2SeqModel(LanguageModel):
     """Unmodified T5 (1.0, 1.1, FLAN), mT5 or UMT5 with a language-modelling head.
 
-    Prompts are the exact encoder input, including an end token if the tokenizer adds one. Committed ids are
-    decoder ids, beginning with the start token. The position bias is copied, so wrap the model again after further
-    training.
+    Prompts are the exact encoder input, including an end token if the tokenizer adds one. Committed ids are decoder
+    ids, beginning with the start token. The position bias is copied, so wrap the model again after further training.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:

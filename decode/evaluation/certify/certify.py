@@ -218,7 +218,7 @@ def certify_method(
 
 @dataclass
 class _Run:
-    """Runner that generates the texts of one certificate and checks them against the reference model."""
+    """Runner that generates the outputs for one certificate and tests them with the reference model."""
 
     target: LanguageModel
     method: Method
@@ -386,7 +386,7 @@ class _Run:
     def judge_support(
         self, logits_CV: Tensor, probs_CV: Tensor, token_C: Tensor, positions: Sequence[tuple[int, int]]
     ) -> None:
-        """Add a finding for each token with probability 0 after warping. Rounding explains some of them."""
+        """Add a finding for each token with probability 0 after warping, of kind "edge" if rounding explains it."""
         for index in torch.nonzero(probs_CV.gather(1, token_C[:, None])[:, 0] == 0)[:, 0].tolist():
             logits_V, token, (number, position) = logits_CV[index].float(), int(token_C[index]), positions[index]
             is_kept = within_rounding(logits_V, token, self.sampling, self.cert.rounding.near_tie)

@@ -118,7 +118,7 @@ def make_judge(model: PreTrainedModel, states: str = "after-norm") -> LanguageMo
 
 
 def judge_probs(logits_XV: Tensor, sampling: Sampling) -> Tensor:
-    """Warp logits with the processors of transformers above temperature 0. Return probabilities [X, V], float64."""
+    """Return probabilities [X, V], float64, warped by transformers' processors. Temperature must be above 0."""
     processors: list[LogitsProcessor] = [TemperatureLogitsWarper(float(sampling.temperature))]
     processors += [TopKLogitsWarper(sampling.top_k)] if sampling.top_k else []
     processors += [TopPLogitsWarper(sampling.top_p)] if sampling.top_p < 1 else []
@@ -131,7 +131,7 @@ def judge_probs(logits_XV: Tensor, sampling: Sampling) -> Tensor:
 def joint_distribution(
     model: LanguageModel, prompt: Sequence[int], sampling: Sampling, stops: Sequence[int], length: int
 ) -> np.ndarray:
-    """Return the probability of each continuation of `length` tokens, float64 [L]. Stop tokens are followed by 0."""
+    """Return the probability of each continuation of `length` tokens, float64 [L]. Only 0 follows a stop token."""
     paths = list(itertools.product(range(model.vocab_size), repeat=length))
     hidden_XD = teacher_force(model, [prompt] * len(paths), paths).hidden_XD
     path_LX = torch.tensor(paths, device=hidden_XD.device)
@@ -201,7 +201,7 @@ class Rounding:
     spread: float
     """Largest observed difference between two forwards in the logit of a token."""
     near_tie: float
-    """Largest difference at which two logits count as equal."""
+    """Maximum difference at which two logits count as a near-tie."""
     total_variation: float
     """Mean total variation distance between the warped distributions (at temperature 0: share of positions where the
     most likely token changes). Rounding explains a bias of this size."""

@@ -41,11 +41,11 @@ class Evidence:
     """Test statistics of all outputs for one order of the vocabulary."""
 
     rows: list[np.ndarray] = field(default_factory=list)
-    """Statistics of each row, float64 [3, tokens]: u; the excess 1{y in S} - p(S) for the set S of favoured tokens,
-    with mean 0 if the text follows p; and its variance p(S) (1 - p(S))."""
+    """Test statistics of each row, float64 [3, tokens]: u; the excess 1{y in S} - p(S), where S is the set of favoured
+    tokens; and the variance of the excess, p(S) (1 - p(S))."""
 
     def first(self, tokens: int) -> "Evidence":
-        """Return the evidence of the first `tokens` tokens, so that this number does not depend on their content."""
+        """Return the evidence of the first `tokens` tokens, so that the sample size does not depend on the content."""
         evidence = Evidence()
         for row in self.rows:
             if tokens <= 0:

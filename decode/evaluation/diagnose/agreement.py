@@ -111,7 +111,7 @@ def eagle_source(heads: EagleHeads, target: LanguageModel) -> Source:
 
 
 def target_states(target: LanguageModel, passage: Passage) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the target's auxiliary states [1, T, G], final states [1, T, D] and ids [1, T] before the last token."""
+    """Return the target's auxiliary states [1, T, G], final states [1, T, D] and ids [1, T], except the last token."""
     (start,), cache = target.begin([passage.prompt], len(passage.text))
     ids_1T = torch.tensor([[*start, *passage.text[:-1]]], device=target.device)
     states_1TS = target.extend(cache, ids_1T)
@@ -156,7 +156,7 @@ def _with_best(logits_CV: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Scores:
-    """Agreement at every predicted token y. Row k contains the drafts made k positions earlier."""
+    """Agreement at every predicted token y between the target and drafts, which row k made k positions earlier."""
 
     measures: dict[str, NDArray[np.float32]]
     """Mapping from measure names to values [K, T]. hit: 1 if the source's most likely token is y. overlap: Σ min(p, q),

@@ -29,7 +29,7 @@ from .agreement import Passage, chains, draft_logits, target_states
 from .stages import make_finding
 
 _MIN_TEXTS, _MIN_DIFFERENCE, _FALSE_ALARMS = 8, 0.005, 0.01
-"""Minimum number of texts and difference for a finding, and probability of a false finding over all readings."""
+"""Minimum number of texts, minimum difference for a finding, and probability of any false finding."""
 _MIN_SECOND_STEP = 0.5
 """Minimum agreement of the second step relative to the first. It is 0.90 for heads that were trained on their own
 states, and 0.18 for heads that were trained for a single step."""
@@ -43,7 +43,7 @@ class Reading(NamedTuple):
     names: list[str]
     """Engines and training mistakes that lead to these inputs."""
     rope_theta: float | None = None
-    """Base of the rotary positions. None uses the config's."""
+    """Base of the rotary embeddings, or None to use the config's."""
     unshifted: bool = False
     """True if embeddings are those of the previous token, as in training without shifted tokens."""
     agreement_by_step: tuple[float, ...] = ()

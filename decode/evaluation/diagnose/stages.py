@@ -48,7 +48,7 @@ CAUSES = {
         "choose the draft length with `draftsmith tune`",
     ),
 }
-"""Description and advice of each cause."""
+"""Mapping from causes to their description and advice."""
 NO_FAULTS = ("text", "drafting")
 
 
@@ -73,7 +73,7 @@ class DraftAttempt(NamedTuple):
 def draft_attempts(steps: Iterable[TracedStep]) -> list[DraftAttempt]:
     """Return the verified draft tokens of all steps in order, without those after the end of the output.
 
-    Of several candidates in a tree, this is the accepted one, or the first if all were rejected.
+    Of several candidates in a tree, only the accepted one is returned, or the first if all were rejected.
     """
     attempts, start = [], 0
     for step in steps:

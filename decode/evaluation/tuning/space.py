@@ -107,7 +107,7 @@ def tuned_name(method: str, options: Mapping[str, Any], temperature: float) -> s
 
 
 def interleave(lists: Sequence[Sequence[Any]]) -> list[Any]:
-    """Interleave lists: the first of each, then the second of each, and so on."""
+    """Interleave lists: the first items of all lists, then the second items, and so on."""
     return [item for row in itertools.zip_longest(*lists) for item in row if item is not None]
 
 

@@ -51,7 +51,7 @@ class Measurement:
     perplexity: float | None = None
     """Perplexity of the output under the target."""
     name: str = ""
-    """Name of the candidate that drafts."""
+    """Name of the trained candidate that drafts tokens."""
     steps: int = 0
     """Number of training steps of the candidate; 0 if it was not trained."""
 

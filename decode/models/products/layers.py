@@ -51,7 +51,7 @@ class DecoderLayers:
         return right and len({each is None for layer in layers for each in (layer.norm_in_D, layer.norm_mlp_D)}) == 1
 
     def __init__(self, layers: Sequence[Any], sides: Sequence[int], kind: Kind) -> None:
-        """Prepare layers that `fit` supports. `sides` contains the index of each layer's `Side` in calls."""
+        """Prepare layers for which `fit` returns True. `sides` contains the index of each layer's `Side` in calls."""
         self._sides, self._architecture = tuple(sides), kind
         hidden = layers[0].up.shape[1]  # the input of queries may be wider
         self._offset = -1.0 if layers[0].norm_in_D is None else (hidden * kind.eps) ** 0.5
@@ -94,7 +94,7 @@ class DecoderLayers:
         parts = -(-count // max(1, min(AT_ONCE, self._most_tokens) // batch))
         hidden_BMD = hidden_XD.view(batch, count, -1)
         first_qkv_BMO = None if first_qkv_XO is None else first_qkv_XO.view(batch, count, -1)
-        made = list[Tensor]()  # [number of given layers + 1, B, tokens of the part, D]
+        made = list[Tensor]()  # [number of auxiliary layers + 1, B, tokens of the part, D]
         for part in range(parts):
             here = slice(count * part // parts, count * (part + 1) // parts)
             one_XD, given = self._few(
@@ -120,7 +120,7 @@ class DecoderLayers:
         end: int,
         aux_layers: Sequence[int],
     ) -> tuple[Tensor, list[Tensor]]:
-        """Run `__call__` for at most `_most_tokens` tokens."""
+        """Run the layers (see `__call__`) on at most `_most_tokens` tokens."""
         kind = self._architecture
         heads, kv_heads, width = kind[:3]
         sides = [(turns.contiguous(), None if mask is None else mask.contiguous()) for turns, mask in sides]
