@@ -171,7 +171,7 @@ class Summariser:
         }
 
     def _metrics(self, costs: _Entry, indices: Sequence[int]) -> dict[str, Any]:
-        """Return the metrics over the prompts with these indices."""
+        """Return the metrics over the prompts with the given indices."""
         run, base = costs.run.select(indices), costs.base.select(indices)
         counts, greedy = total(run.tallies), costs.entry.sampling.greedy
         reference = self.runs.get(REFERENCE) if greedy else None

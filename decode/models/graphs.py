@@ -310,7 +310,7 @@ class GraphedModel(LanguageModel):
         return shape
 
     def _kept(self, slab: _Slab, key: Hashable, make: Callable[[], Any]) -> Any:
-        """Return the object of a slab for `key`. If it is missing, create it and evict the least recently used ones."""
+        """Return the object of a slab for `key`, or create it. Least recently used objects are evicted."""
         if key in slab.shapes:
             slab.shapes.move_to_end(key)
         else:

@@ -127,8 +127,8 @@ class Certificate:
     tests: list[dict[str, Any]] = field(default_factory=list)
     """Results of the last run of the tests, with the keys order, test, statistic, p_value and level."""
     bias: dict[str, Any] = field(default_factory=dict)
-    """Estimate, 95 % interval and direction (`towards`) of the shifted probability, which is at most the mean total
-    variation distance from the target. At temperature 0, the estimate is the share of wrong tokens."""
+    """Estimate, 95 % interval and direction (`towards`) of the bias: the probability that the method shifts, at most
+    the mean total variation distance from the target. At temperature 0, the estimate is the share of wrong tokens."""
     power: dict[str, Any] = field(default_factory=dict)
     """Number of tokens, level, and the smallest biases that are detected with 80 and 99 % probability
     (`detectable_bias_80`, `detectable_bias_99`)."""

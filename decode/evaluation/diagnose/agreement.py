@@ -65,7 +65,7 @@ class Source:
     proposed: Tensor | None = None
     """Ids of the tokens that can be proposed. None if all can, or if they are unknown."""
     needs_previous_state: bool = False
-    """True if drafting needs the target's state one position before the one that predicts the token."""
+    """True if drafting a token needs the target's hidden state from which the previous token is predicted."""
 
 
 def drafter_source(model: LanguageModel) -> Source:
@@ -156,7 +156,7 @@ def _with_best(logits_CV: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Scores:
-    """Agreement at every predicted token y between the target and drafts, which row k made k positions earlier."""
+    """Agreement between target and drafts at every predicted token y. Row k is for drafts k positions earlier."""
 
     measures: dict[str, NDArray[np.float32]]
     """Mapping from measure names to values [K, T]. hit: 1 if the source's most likely token is y. overlap: Σ min(p, q),

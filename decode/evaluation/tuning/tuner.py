@@ -85,7 +85,7 @@ def tune(
 
 
 def select_survivors(ranked: Sequence[Measurement], most: int) -> list[Measurement]:
-    """Select at most `most` lossless settings that may be the fastest, and the Pareto frontier of each lossy one.
+    """Select at most `most` lossless settings that may be the fastest, and Pareto-optimal lossy settings.
 
     Disturbed measurements are included, since selected settings are measured again.
     """

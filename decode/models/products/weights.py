@@ -93,7 +93,7 @@ ACTIVATIONS = {"relu": 3, "gelu_new": 4, "gelu_pytorch_tanh": 4, "gelu": 5}
 
 
 def join_weights(modules: Sequence[Any], norm: Any = None) -> tuple[Tensor, Tensor | None]:
-    """Concatenate the detached weights of modules to [O, I], and their biases, to which a norm's bias is added."""
+    """Concatenate the detached weights of modules to [O, I], and their biases, which absorb a norm's bias."""
     weights = [
         module.weight.detach().t() if isinstance(module, Conv1D) else module.weight.detach() for module in modules
     ]
