@@ -188,7 +188,7 @@ REAL = (
     "chat_multi/moss_without_plugins_sharegpt.json",
     "instruct/alpaca_en_demo.json",
     "instruct/alpaca_eval/vicuna-7b-v1.3.json",
-    "lmsys_like/train-00000-of-00001.parquet",
+    pytest.param("lmsys_like/train-00000-of-00001.parquet", marks=pytest.mark.slow),
 )
 
 

@@ -78,8 +78,8 @@ def single_process(recipe: Path) -> Path:
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
-        ("cpu-multi", "MULTI_CPU"),
         pytest.param("cpu", "NO", marks=pytest.mark.slow),
+        pytest.param("cpu-multi", "MULTI_CPU", marks=pytest.mark.slow),
         *(
             pytest.param(name, "DEEPSPEED", marks=pytest.mark.slow)
             for name in ("zero1", "zero2", "zero3", "zero3-offload")
