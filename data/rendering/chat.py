@@ -134,7 +134,7 @@ class ChatLayout:
             raise ValueError(f"the chat template does not render the answer {answer[:80]!r}")
         lead, suffix = whole[begin:position], whole[position + len(text) :]
         if (end := first_token(suffix, self.tokenizer)[1]) < 0:
-            raise ValueError(f"answers end with {suffix!r}, not a special token: use another template")
+            raise ValueError(f"answers end with {suffix!r}, not a special token: use another template, such as chatml")
         if whole.startswith(prompt) and (not lead.strip() or _THOUGHT in answer):
             position = begin
         elif lead.endswith(" "):  # the space belongs to the answer's first token

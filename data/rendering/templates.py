@@ -200,7 +200,8 @@ def _find_message_form(chat: "_Chat") -> "tuple[_Chat, str]":
         tried = replace(chat, parts=parts)
         with suppress(ValueError):
             return tried, _split_at(tried.render(1, prompt=False, system=system), _ANSWERS[0])[1]
-    chat.render(1, prompt=True)
+    if _QUESTIONS[0].lower() not in (prompt := chat.render(1, prompt=True)).lower():
+        _split_at(prompt, _QUESTIONS[0])  # raises the error
     return chat, ""
 
 

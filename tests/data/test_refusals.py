@@ -118,7 +118,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     "options": (lambda: get_template("chatml", None, {"enable_thinking": False}), ("chatml", "enable_thinking")),
     # blocks
     "long-document": (lambda: pack_best_fit([3, 11], 10), ("11", "10")),
-    "no-conversation": (lambda: prepared([], 64), ("0 conversations", "0 documents")),
+    "no-conversation": (lambda: prepared([], 64), ("0 conversations", "64")),
     "no-room": (lambda: prepared([talk("system", "user", "assistant")], 64), ("1 conversations", "64")),
     "others-folder": (lambda: prepared([talk("user", "assistant")], 64, "folder"), ("folder",)),
 }  # fmt: skip

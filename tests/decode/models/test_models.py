@@ -232,5 +232,5 @@ def test_the_cache_refuses_too_many_tokens(make_llama: Callable[..., LlamaForCau
     scorer = wrap_model(make_llama(50))
     cache = scorer.new_cache(1, 4)
     cache.set_lengths([2])
-    with pytest.raises(ValueError, match=r"4 .*2 .*3 "):
+    with pytest.raises(ValueError, match=r"4 slots.*5"):
         scorer.extend(cache, torch.zeros(1, 3, dtype=torch.int64))

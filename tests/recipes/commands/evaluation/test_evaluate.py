@@ -117,7 +117,7 @@ def test_texts_end_at_every_end_token(
         assert case.texts(Sampling(0.0)) == expected
     results = run_evaluate(case.recipe)
     assert results["greedy_equals_transformers"] == [3, 3]
-    ignored = "applies repetition_penalty=1.5, stop_strings=['x'], cache_implementation=quantized"
+    ignored = "ignoring repetition_penalty=1.5, stop_strings=['x'], cache_implementation=quantized"
     assert (ignored in " ".join(capfd.readouterr().err.split())) == (where == "settings")
 
 
@@ -135,11 +135,11 @@ def test_later_turns_follow_recorded_or_generated_answers(
     assert EvaluateRecipe(**values | {"prompts": "chatalpaca"}).asks_every_turn()
     case = open_case(made.model_copy(update={"turns": "all", "max_prompt_tokens": 80}), skipped := SkippedPrompts())
     whole, other = [asked.id for asked in open_case(made).questions]
-    assert [asked.id for asked in case.asked] == [whole, other, f"{whole}#2", f"{other}#2"]
+    assert [asked.id for asked in case.questions] == [whole, other, f"{whole}#2", f"{other}#2"]
     assert skipped.too_long == [f"{other}#3"]
-    assert [turn.text for turn in case.asked[2].turns] == ["one?", "1", "two?"]
+    assert [turn.text for turn in case.questions[2].turns] == ["one?", "1", "two?"]
     own = case.texts(Sampling(0.0))[1]
-    question, answer, later = case.asked[3].turns
+    question, answer, later = case.questions[3].turns
     assert (question.text, later.text) == ("hello", "and then?")
     assert answer.text == case.pair.tokenizer.decode(own, skip_special_tokens=True) != ""
 

@@ -9,7 +9,7 @@ from draftsmith.recipes.commands.evaluation.recipe import evaluate_recipe
 REFUSED: list[tuple[str, Callable[[str], Any], tuple[str, ...]]] = [
     ("an unknown key", lambda _: evaluate_recipe("all-methods", ["max_new_token=2"], {}), ("'max_new_tokens'",)),
     ("another kind", lambda _: evaluate_recipe("quickstart", [], {}), ("'quickstart'",)),
-    ("--method: unknown", lambda target: _rows(target, "speculatve"), ("--method speculatve", "'speculative'")),
+    ("--method: unknown", lambda target: _rows(target, "speculatve"), ("--method 'speculatve'", "'speculative'")),
     ("--method: no part", lambda target: _rows(target, "medusa"), ("--method medusa", "--heads")),
     ("no target", lambda _: evaluate_recipe("limit=3", [], {"target": None, "drafter": "D"}), ("--target T",)),
 ]
@@ -17,7 +17,7 @@ REFUSED: list[tuple[str, Callable[[str], Any], tuple[str, ...]]] = [
 
 # Plain values are checked before anything is loaded: this target does not exist.
 REFUSED += [
-    ("unknown, no target", lambda _: _rows("a/b", "speculatve"), ("--method speculatve",)),
+    ("unknown, no target", lambda _: _rows("a/b", "speculatve"), ("--method 'speculatve'",)),
     ("a value, no target", lambda _: evaluate_recipe(None, ["temperature=-1"], {"target": "a/b"}), ("temperature",)),
 ]
 

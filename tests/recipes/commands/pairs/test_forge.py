@@ -247,7 +247,7 @@ def test_a_larger_budget_trains_the_chosen_candidate(shallow: Run, forge: Run, t
 
 def test_refusals_leave_no_files_and_plans_train_nothing(forged: Run, cli: Run, tmp_path: Path) -> None:
     out = tmp_path / "forge"
-    for word, said in (("batch=64", "256 held-out prompts"), ("max_prompt_tokens=1", "at most 1 tokens")):
+    for word, said in (("batch=64", "256 held-out prompts"), ("max_prompt_tokens=1", "exceed 1 tokens")):
         done = cli(*forged(out, word))
         assert done.returncode == 2
         assert said in done.stderr
