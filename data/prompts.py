@@ -132,7 +132,7 @@ def end_ids(tokenizer: Any, template: Template, generation_config: Any, stop: Se
     They are the tokenizer's EOS token, the EOS tokens of the generation config, the token with which the chat template
     ends a turn, and the `stop` tokens.
 
-    Raises ValueError: a string in `stop` is not a single token.
+    Raises ValueError if a string in `stop` is not a single token.
     """
     named = getattr(generation_config, "eos_token_id", None)
     ends = {tokenizer.eos_token_id, *(named if isinstance(named, (list, tuple)) else [named])}

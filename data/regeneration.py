@@ -88,7 +88,7 @@ class Store(AbstractContextManager["Store"]):
     `<path>.json` contains the settings that determine the answers, and `<path>.errors.jsonl` contains failed attempts.
     An incomplete last line is removed when the file is opened again.
 
-    Raises ValueError: another process has locked the file, it was written with other settings, or it contains a line
+    Raises ValueError if another process has locked the file, it was written with other settings, or it contains a line
     that was not written by regeneration.
     """
 

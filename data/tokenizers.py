@@ -25,7 +25,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, special_tokens: Sequence[st
 
     The first special token is the BOS and padding token, and the last one is the EOS token.
 
-    Raises ValueError: special tokens are missing or repeated, or `vocab_size` is too small, or too large for the texts.
+    Raises ValueError if special tokens are missing or repeated, or `vocab_size` is too small or large for the texts.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast

@@ -315,7 +315,7 @@ class Medusa(MethodConfig):
 
 @register("slim-ss", ("heads", "table"))
 class SlimSS(MethodConfig):
-    """Most likely sequence of the heads' candidates, scored with a bigram table (SLiM)."""
+    """Most likely sequences of candidate tokens from the prediction heads, scored with a bigram table (SLiM)."""
 
     num_sequences: Annotated[int, "number of sequences"] = 1
     num_candidates: Annotated[int | str, "candidates of each head; different numbers such as 10x5x3"] = 10

@@ -97,8 +97,8 @@ def method_config(name: str, options: Mapping[str, Any]) -> MethodConfig:
     """Return the options of a method with defaults filled in.
 
     Raises:
-        ValueError: A method, option or choice is unknown (the message names the nearest known one), a value has another
-            type, or a count is below 1.
+        ValueError: A method, option or choice is unknown (the message names the nearest known one), a value has the
+            wrong type, or a count is below 1.
     """
     if name not in METHODS:
         raise ValueError(f"unknown method {name!r}.{did_you_mean(name, list(METHODS))} Known: {', '.join(METHODS)}")

@@ -54,7 +54,7 @@ def refuse(reason: str, *consumers: str) -> dict[str, Effect]:
 
 
 def degrade(reason: str, *consumers: str) -> dict[str, Effect]:
-    """Return an effect for each engine (default: all) that supports a pair with restrictions because of a finding."""
+    """Return the effect of a finding that restricts an engine's support of a pair, by engine (default: all)."""
     return dict.fromkeys(consumers or CONSUMERS, Effect(BUT, reason))
 
 
@@ -79,7 +79,7 @@ class Finding:
 
     @property
     def severity(self) -> str:
-        """`fault` if the finding is an error or an engine does not support the pair, otherwise `weakness`."""
+        """Severity: `fault` if the finding is an error or an engine does not support the pair, otherwise `weakness`."""
         is_refused = REFUSED in {effect.outcome for effect in self.effects.values()}
         return "fault" if self.is_fault or is_refused else "weakness"
 

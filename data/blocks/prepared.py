@@ -47,7 +47,7 @@ def prepare(
     Prepared data in `out_dir` is replaced. `packing` is "best-fit", or "pad" for one document per block, padded
     to the longest one in a batch. The manifest records `source`. `progress` receives the numbers of rows and tokens.
 
-    Raises ValueError: no token is supervised, or `out_dir` contains other files.
+    Raises ValueError if no token is supervised, or `out_dir` contains other files.
     """
     out, rows = Path(out_dir), 0
     if out.exists() and not (out / MANIFEST).is_file() and not (out.is_dir() and not any(out.iterdir())):

@@ -96,7 +96,7 @@ class Cleaner:
         tools: Whether to convert tool calls and results to turns, in the format of Hermes and Qwen.
         questions: Whether to keep rows that contain only questions.
 
-    Raises ValueError: a language is unknown, or a package is not installed.
+    Raises ValueError if a language is unknown, or a package is not installed.
     """
 
     def __init__(

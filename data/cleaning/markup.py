@@ -59,7 +59,7 @@ def html_to_markdown(text: str) -> str:
 
     Texts without tags, and texts whose tags are nested too deeply for the parser, are returned unchanged.
 
-    Raises ValueError: markdownify is not installed.
+    Raises ValueError if markdownify is not installed.
     """
     if not holds_html(text):
         return text

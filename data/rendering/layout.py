@@ -62,7 +62,7 @@ class Layout:
         self.next = self._next(closing[0])
 
     def pieces(self, batch: Sequence[Parts]) -> tuple[list[str], list[After]]:
-        """Return all texts to tokenize for a batch of conversations, and the kind of text before each."""
+        """Return all texts to tokenize for a batch of conversations, and the kind of text that precedes each one."""
         texts: list[str] = []
         after: list[After] = []
         for parts in batch:

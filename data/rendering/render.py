@@ -98,7 +98,7 @@ class Renderer:
     exchange is too long, the start of the question is truncated first, to no less than half of the space, then the end
     of the answer. With `last_turn_only`, only the last answer of a conversation is supervised.
 
-    Raises ValueError: turns do not alternate, or the tokenizer does not have a special token of the template.
+    Raises ValueError if turns do not alternate, or the tokenizer does not have a special token of the template.
     """
 
     def __init__(

@@ -133,7 +133,7 @@ CHATML_JINJA = (
 def get_template(name: str, tokenizer: Any = None, options: Mapping[str, Any] | None = None) -> Template:
     """Return a template by name; "tokenizer" selects the tokenizer's own, to which `options` are passed.
 
-    Raises ValueError: the name is unknown, the own template is unusable, or another template is given `options`.
+    Raises ValueError if the name is unknown, the own template is unusable, or another template is given `options`.
     """
     if name == OWN:
         return own_template(tokenizer, options or {})
@@ -242,7 +242,7 @@ def _constant_texts(chat: "_Chat") -> Template:
 def with_tools(template: Template, tokenizer: Any, tools: str) -> Template:
     """Return the tokenizer's own template for conversations with these tools (JSON list).
 
-    Raises ValueError: the template is not the tokenizer's own, does not render the tools before the first question, or
+    Raises ValueError if it is not the tokenizer's own, does not render the tools before the first question, or
     does not render calls and results as `<tool_call>` and `<tool_response>`.
     """
     tool_list = json.loads(tools)
@@ -319,7 +319,7 @@ def _split_at(text: str, mark: str) -> tuple[str, str]:
 
 
 def _split_end(tail: str, tokenizer: Any) -> tuple[str, str]:
-    """Split the text that follows an answer after its first special token."""
+    """Split the text that follows an answer into the part up to its first special token, and the rest."""
     candidates = [(tail.find(token), -len(token), token) for token in special_strings(tokenizer) if token in tail]
     if not candidates:
         raise ValueError(f"template 'tokenizer': the chat template ends an answer with {tail!r}, not a special token")

@@ -102,7 +102,7 @@ def documentation_conversations(
     Returns:
         The training conversations, the held-out conversations and a report of JSON values.
 
-    Raises ValueError: a name is not that of a top-level package.
+    Raises ValueError if a name is not that of a top-level package.
     """
     paths, skipped = _find_packages(packages, seed)
     train: list[Conversation] = []

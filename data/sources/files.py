@@ -55,7 +55,7 @@ def local_rows(
 
     `columns` selects the columns of Parquet files to load.
 
-    Raises ValueError: there is no data file, or a row cannot be parsed.
+    Raises ValueError if there is no data file, or a row cannot be parsed.
     """
     index, count = shard
     number = 0

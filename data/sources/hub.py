@@ -41,7 +41,7 @@ def hub_rows(
 
     `near` is a hint for error messages.
 
-    Raises ValueError: `datasets` is not installed, or the dataset cannot be loaded.
+    Raises ValueError if `datasets` is not installed, or the dataset cannot be loaded.
     """
     try:
         import datasets

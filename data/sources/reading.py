@@ -48,7 +48,7 @@ def open_dialogues(source: str, **opening: Unpack[Opening]) -> Iterator[Dialogue
 
     A source is a local file or directory, the name of a registered corpus, or a hub id (searched in this order).
 
-    Raises ValueError: the source does not exist (the message suggests similar names), the hub cannot be reached, or a
+    Raises ValueError if the source does not exist (the message suggests similar names), the hub cannot be reached, or a
     row has an unknown format.
     """
     corpus, rows = _open_rows(source, opening)
@@ -90,7 +90,7 @@ def read_conversations(
 
     `report` is updated while the iterator is consumed.
 
-    Raises ValueError: for the same reasons as `open_dialogues`.
+    Raises ValueError for the same reasons as `open_dialogues`.
     """
     report = CorpusReport() if report is None else report
     cleaning = Cleaning() if cleaning is None else cleaning
@@ -113,7 +113,7 @@ def read_prompts(
     The first question of a conversation is the prompt, its answer is a reference, and later questions are follow-ups.
     Rows without a question are counted in `skipped` under "no question".
 
-    Raises ValueError: the source does not have one of the groups, or for the same reasons as `open_dialogues`.
+    Raises ValueError if the source does not have one of the groups, or for the same reasons as `open_dialogues`.
     """
     corpus = find_corpus(source)
     for group in groups or ():

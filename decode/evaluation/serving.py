@@ -43,7 +43,7 @@ class Reply(NamedTuple):
 
 
 class Block(NamedTuple):
-    """Requests that were sent at one concurrency, and their responses."""
+    """Requests that were sent at one concurrency level, and their responses."""
 
     seconds: float
     """Seconds from the first request to the last response."""

@@ -34,7 +34,7 @@ class Translation(Protocol):
         """Convert the target's token ids to the drafter's. The result contains at least one id."""
 
     def to_target(self, ids: Sequence[int], own: Sequence[int], draft: Sequence[int]) -> list[int]:
-        """Convert draft tokens to the target's ids. They follow `ids`, which are `own` for the drafter."""
+        """Convert draft tokens to target ids. The context is `ids` in the target's ids, and `own` in the drafter's."""
 
 
 class AuxiliaryStates:

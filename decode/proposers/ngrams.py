@@ -50,10 +50,10 @@ class TableSource(NamedTuple):
 
 
 class TableChain(Proposer):
-    """Proposer of `gamma` tokens from a table of counts, as the n-gram baselines of arXiv 2211.17192 (table 3).
+    """Proposer of `gamma` tokens from a table of counts, like the n-gram baselines of arXiv 2211.17192 (table 3).
 
     Raises:
-        ValueError: A setting is out of range or, at the start of decoding, the table has another vocabulary.
+        ValueError: A setting is out of range or, in `start`, the table's vocabulary differs from the target's.
     """
 
     def __init__(self, table: BigramTable, gamma: int, source: TableSource) -> None:

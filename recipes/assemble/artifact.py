@@ -118,7 +118,7 @@ class Run:
 def check_out(out: Path, recipe: TrainingRecipe) -> None:
     """Check that an output directory is empty or contains an intact artifact of this recipe.
 
-    Raises ValueError: the directory contains other files, a damaged artifact, or one of another recipe or target.
+    Raises ValueError if the directory contains other files, a damaged artifact, or one of another recipe or target.
     """
     if not out.exists():
         return

@@ -61,7 +61,7 @@ class Prepared:
 def prepare_data(section: DataSection, tokenizer: Any, *, quiet: bool = False) -> Prepared:
     """Read, clean, render, split and pack the data of a recipe, or reuse the result of an earlier run.
 
-    Raises ValueError: no conversation is held out, or the share of supervised tokens is below its minimum.
+    Raises ValueError if no conversation is held out, or the share of supervised tokens is below its minimum.
     """
     check_heldout(section)
     check_writable(Path(section.cache) / "report.json")

@@ -145,7 +145,7 @@ def frequent_tokens(tokens: int, vocab: int, prepared: Prepared, name: str) -> T
 def parallel_of(recipe: DrafterRecipe, model: PreTrainedModel, prepared: Prepared) -> Parallel:
     """Return the settings of parallel drafting, and store the mask token in the model configuration.
 
-    Raises ValueError: the model is an encoder-decoder, or the mask token is outside its vocabulary.
+    Raises ValueError if the model is an encoder-decoder, or the mask token is outside its vocabulary.
     """
     section, vocab = recipe.parallel, model.get_input_embeddings().weight.shape[0]
     assert section is not None

@@ -73,7 +73,7 @@ def prepare_teacher(recipe: TrainingRecipe, accelerator: Any | None = None) -> P
     Returns:
         Directory of the cache of the training data.
 
-    Raises ValueError: the recipe sets no cache or no target, or there is too little free disk space.
+    Raises ValueError if the recipe sets no cache or no target, or there is too little free disk space.
     """
     state = accelerator if accelerator is not None else make_accelerator("no")
     recipe = _check(settle_precision(recipe))

@@ -198,7 +198,7 @@ def import_(
         str, typer.Argument(help="Directory or hub id of a model, a LoRA adapter or heads, or a GGUF file.")
     ],
     out: Annotated[Path, typer.Option(help="Output directory.")],
-    target: Annotated[str | None, typer.Option(help="Target model (default: the one that the heads name).")] = None,
+    target: Annotated[str | None, typer.Option(help="Target model (default: the one named by the heads).")] = None,
     unpickle: Annotated[
         bool, typer.Option("--unpickle", help="Also read pickled files (.pt, .bin), of which only tensors are loaded.")
     ] = False,
@@ -251,7 +251,7 @@ def recipes_list() -> None:
 
 
 @recipes_app.command("copy")
-def recipes_copy(recipe: RecipeName, to: Annotated[Path, typer.Argument(help="New file, or a directory.")]) -> None:
+def recipes_copy(recipe: RecipeName, to: Annotated[Path, typer.Argument(help="Output file or directory.")]) -> None:
     """Copy a recipe, or a launch configuration, to edit it.
 
     Examples: `recipes copy drafter/vicuna-68m mine.yaml`, `recipes copy accelerate/zero2 zero2.yaml`.

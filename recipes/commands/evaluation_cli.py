@@ -106,9 +106,9 @@ def bench(
     ] = None,
     overrides: Overrides = None,
     server: Annotated[str | None, typer.Option(help="Base URL of the server, such as http://host:8000/v1.")] = None,
-    baseline: Annotated[str | None, typer.Option(help="Base URL of a server without drafts to compare with.")] = None,
+    baseline: Annotated[str | None, typer.Option(help="Base URL of a server without speculative decoding.")] = None,
     engine: Annotated[
-        str | None, typer.Option(help="Start this engine (vllm, sglang, llama.cpp) with the export, and once without.")
+        str | None, typer.Option(help="Start this engine (vllm, sglang, llama.cpp) with and without the export.")
     ] = None,
     serve: Annotated[
         bool, typer.Option("--serve", help="With --engine: only start it, and keep it running until Ctrl-C.")

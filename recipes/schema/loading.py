@@ -198,7 +198,7 @@ def parse_recipe(
         options: Overrides as a mapping from key path to value, applied first.
         kinds: Kinds of recipes that the caller supports.
 
-    Raises ValueError: the recipe has mistakes. One message lists them with the paths of the keys and the closest names.
+    Raises ValueError if the recipe has mistakes. The message lists them with their keys and the closest names.
     """
     for key, value in (options or {}).items():
         _set(values, key, value)

@@ -92,7 +92,7 @@ class PackedForward(BaseForward):
         return self._run(self.model, batch).logits.reshape(*batch.tokens_BT.shape, -1)
 
     def hidden(self, batch: Batch) -> Tensor:
-        """Return the hidden states selected by `states`: [B, T, D], or [B, T, G + D] with inner layers."""
+        """Return the hidden states selected by `states`: [B, T, D], or [B, T, G + D] with auxiliary hidden states."""
         if self._layers:
             output = self._run(_decoder(self.model), batch, output_hidden_states=True)
             states = [*(output.hidden_states[layer] for layer in self._layers), output.last_hidden_state]

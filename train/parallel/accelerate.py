@@ -136,7 +136,7 @@ class Stepper:
         return self._accelerator.scaler is not None
 
     def backward(self, loss: Tensor) -> None:
-        """Accumulate the gradient of `loss` ÷ micro steps. The last call of a step averages over the processes."""
+        """Accumulate the mean gradient of `loss` over micro steps. The last call averages over the processes."""
         if self._engine is None:
             self._accelerator.backward(loss)
             return

@@ -169,7 +169,7 @@ class RowCache:
 
 
 def look_up(caches: Sequence[RowCache], batch: Batch) -> tuple[RowCache, np.ndarray, np.ndarray]:
-    """Return the cache of a batch's documents and the result of `RowCache.find`. Raises ValueError if there is none."""
+    """Return the cache that contains a batch, and its `RowCache.find` result. Raises ValueError if none contains it."""
     for cache in caches:
         rows = cache.find(batch)
         if rows is not None:

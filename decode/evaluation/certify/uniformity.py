@@ -143,7 +143,7 @@ def _test_cells(test: str, pieces: Sequence[np.ndarray], max_sides: int) -> Resu
 
 
 def test_rows(rows: Sequence[np.ndarray]) -> Result:
-    """Test that rows are independent, with the sum of products of their u for each distance between rows.
+    """Test that rows are independent, using correlations of u (see the module docstring) at each lag between rows.
 
     With x = 2 u - 1, which lies in [-1, 1] and has mean 0, the products x_r x_{r+d} are martingale differences whose
     variance is x_r² / 3 given the earlier rows (Freedman 1975).

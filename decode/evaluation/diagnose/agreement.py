@@ -194,7 +194,7 @@ def score(
     sampling: Sampling,
     progress: Callable[[int, int], None] | None = None,
 ) -> Scores:
-    """Compare a target and a source of drafts at every token of passages by teacher forcing.
+    """Compare a source of draft tokens with the target at each token of the passages, using teacher forcing.
 
     Raises:
         ValueError: There is no token to predict.

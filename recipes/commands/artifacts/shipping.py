@@ -59,7 +59,7 @@ def push(
     private: Annotated[bool, typer.Option("--private", help="Create a private repository.")] = False,
     licence: Annotated[str | None, typer.Option("--license", help="Licence, such as apache-2.0 or mit.")] = None,
     results: Annotated[
-        Path | None, typer.Option(help="Results of `draftsmith evaluate` about this artifact, for its model card.")
+        Path | None, typer.Option(help="Results file of `draftsmith evaluate` to include in the model card.")
     ] = None,
 ) -> None:
     """Upload an artifact to the hub, with a model card.

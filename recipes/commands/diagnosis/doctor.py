@@ -24,7 +24,7 @@ def doctor(
         typer.Option(help="Results file of `bench` or `evaluate`; pass one of each to compare server and engine."),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="With --prompts: diagnosis file (.json; default: runs/evaluate/NAME).")
+        Path | None, typer.Option(help="With --prompts: output file (.json; default: in runs/evaluate/NAME).")
     ] = None,
     overrides: Annotated[
         list[str] | None, typer.Option("--set", help="With --prompts: evaluation settings, such as limit=20.")
