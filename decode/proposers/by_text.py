@@ -45,7 +45,7 @@ class TextChain(Proposer):
         self._room = min(self._cache.capacity, self.drafter.max_positions) - self.gamma
         if (longest := max(map(len, prompts))) > self._room:
             raise ValueError(
-                f"the drafter has {self.drafter.max_positions} positions, but a prompt of {longest} of its tokens and "
+                f"the drafter has {self.drafter.max_positions} positions, but a prompt of {longest} drafter tokens and "
                 f"{self.gamma} draft tokens need {longest + self.gamma}"
             )
         self._tree = Tree.chain(self.gamma).to(context.ids_BS.device)

@@ -135,7 +135,7 @@ def check_out(out: Path, recipe: TrainingRecipe) -> None:
     made_for = verify_artifact(out).target or {}
     folder, expected = Path(str(made_for.get("id"))), made_for.get("sha256")
     if expected and folder.is_dir() and resolve_model(str(folder)).sha256 != expected:
-        raise ValueError(f"{out} was made for another model than {folder}: delete {out}, or choose another `out`")
+        raise ValueError(f"{out} was made for a different model from {folder}: delete {out}, or choose another `out`")
 
 
 def differences(stored: Any, current: Any, key: str = "") -> Iterator[tuple[str, str]]:
