@@ -105,7 +105,7 @@ def test_push_and_import_round_trip(
 
 def test_results_of_other_files_are_refused(hub: Any, tiny_pair: Path, evaluated: Path, tmp_path: Path) -> None:
     mine, other = tiny_pair / "drafter-stage1", tiny_pair / "drafter"
-    with pytest.raises(ValueError, match=rf"{evaluated}.*{other}, .*{mine}: "):
+    with pytest.raises(ValueError, match=rf"{evaluated}.*{other}, .*{mine} differ: "):
         run("push", mine, REPO, "--results", evaluated)
     assert hub.requests.count("create") == 0
 
