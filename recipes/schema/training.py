@@ -201,7 +201,7 @@ class _Recipe(Section):
 
     @property
     def distils(self) -> bool:
-        """Whether an objective needs the target's distributions."""
+        """Check if an objective needs the target's distributions."""
         return set(self.objective) != {"cross-entropy"}
 
 

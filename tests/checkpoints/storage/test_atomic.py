@@ -205,7 +205,7 @@ def test_only_leftovers_of_killed_writers_are_removed(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").write_text("")
     (tmp_path / f".file.{child}-abcd1234.saving").write_text("half")
-    (tmp_path / f"{reused}.lock").write_text("of nobody")
+    (tmp_path / f"{reused}.lock").write_text("of no process")
     write(tmp_path / "t", "a")
     assert sorted(os.listdir(tmp_path)) == sorted([*stay, "back", "t"])
 

@@ -74,7 +74,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
         "fakedocs/_solver.py": f'"""How the private file is organised inside. {padding}"""\n'
         f'raise RuntimeError("imported")\n\ndef solve(a, b):\n    """{NUMPY_STYLE}"""\n\n'
         f'class Loader:\n    def load(self, folder):\n        """{GOOGLE_STYLE}"""\n\n'
-        f'def _private():\n    """A private function, whose documentation nobody sees. {padding}"""\n',
+        f'def _private():\n    """A private function, whose documentation is hidden. {padding}"""\n',
         "fakedocs/many.py": unique,
         "fakedocs/tests/it.py": f'def test():\n    """The text of a test that is not documentation. {padding}"""\n',
         "fakedocs/broken.py": f'"""The docstring of a file that does not parse. {padding}"""\ndef (:\n',
@@ -128,7 +128,7 @@ def test_private_objects_tests_and_invalid_files_are_skipped(corpus: Corpus) -> 
     assert "number 17 as nothing else" in everything
     for text in (
         "private file is organised",
-        "whose documentation nobody sees",
+        "whose documentation is hidden",
         "that is not documentation",
         "file that does not parse",
     ):

@@ -121,7 +121,7 @@ def test_norms_and_activations_equal_the_librarys(processor: None, dtype: torch.
         return out_XO.double()
 
     def right(found_XO: torch.Tensor, x_XI: torch.Tensor, bound: float) -> bool:
-        """Whether this is x Wᵀ: an input rounded to bfloat16 is off by 2⁻⁸ of itself at most, to integers by 2⁻¹⁶ of
+        """Check for x Wᵀ: an input rounded to bfloat16 is off by 2⁻⁸ of itself at most, to integers by 2⁻¹⁶ of
         the row's largest."""
         off_XI = {PAIRS: 2.0**-8 * x_XI.abs(), FOURS: 2.0**-16 * x_XI.abs().amax(-1, keepdim=True).expand_as(x_XI)}
         most_XO = bound + off_XI.get(few.kind, torch.zeros_like(x_XI)) @ weight_IO.abs()

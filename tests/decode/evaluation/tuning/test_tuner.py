@@ -1,4 +1,4 @@
-"""The tuner, its search space, and the plan of `forge`, on given measurements."""
+"""Tests of the tuner, its search space, and the plan of `forge`, on fixed measurements."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -98,7 +98,7 @@ def test_the_winner_is_steady_and_significantly_faster() -> None:
 
 
 def test_successive_halving() -> None:
-    """Of forty settings at most a quarter survives the first round, and four the last, with the lossy frontier."""
+    """Check that at most a quarter of forty settings survives the first round, and four the last."""
     speeds, asked = {f"{n}": 1 + n / 100 for n in range(40)} | {"lossy": 0.5, "worse": 0.4}, []
 
     def measure(labels: Sequence[str], number: int, prompts: int) -> list[Measurement]:
