@@ -23,7 +23,17 @@ from pydantic_core import PydanticUndefined
 from typer.main import get_command
 
 SETTINGS = griffe.visit(config.__name__, filepath=Path(inspect.getfile(config)), code=inspect.getsource(config))
+ROOT = Path(__file__).resolve().parent.parent
 GENERATED = re.compile(r"<!-- generated: (\w+)(?: ([\w-]+))? -->")
+
+
+def on_startup(**_: Any) -> None:
+    """Link the package's folders, since mkdocstrings would walk the whole repository, which is the package folder."""
+    links = ROOT / "build/api/draftsmith"
+    links.mkdir(parents=True, exist_ok=True)
+    for source in (ROOT / "__init__.py", *(init.parent for init in ROOT.glob("[!.]*/__init__.py"))):
+        (links / source.name).unlink(missing_ok=True)
+        (links / source.name).symlink_to(source)
 
 
 def on_pre_build(config: Any) -> None:
