@@ -1,19 +1,23 @@
-"""Decoder families of transformers: which load here, train as a target, decode chains and decode trees.
+"""Decoder families of transformers: which load here, train as a target, decode chains and trees, and are exported.
 
-A tiny random model of each type is built; what it decodes is compared with its own `generate` for rows of several
-lengths. Run with
+A tiny random model of each type is built. Its output is compared with its own `generate` for rows of several lengths.
+Run with
 
     python tests/bench/families.py [--quick]
 """
 
 import copy
 import re
+import tempfile
 import warnings
 from collections import defaultdict
+from pathlib import Path
 from typing import Any
 
 import torch
 from common import finish, parser_of
+from draftsmith.checkpoints.artifact.artifact import save_artifact
+from draftsmith.checkpoints.export.base import export_artifact
 from draftsmith.checkpoints.verify.families import ENCODER_DECODERS, family_fault
 from draftsmith.checkpoints.verify.model_files import UNLOADABLE, meta_model, model_class, silence_transformers
 from draftsmith.decode.engine import Limits, decode_texts
@@ -21,6 +25,7 @@ from draftsmith.decode.methods import Parts, build_method
 from draftsmith.decode.models.loading import wrap_model
 from draftsmith.decode.rng import Rng
 from draftsmith.decode.warpers import Sampling
+from draftsmith.recipes.commands.artifacts.export import FORMATS
 from draftsmith.train.forward.packed import make_forward
 from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -85,8 +90,8 @@ def build(kind: str, more: dict[str, Any]) -> Any:
 
 
 def try_family(kind: str, more: dict[str, Any]) -> tuple[dict[str, bool], str]:
-    """Return which of loading, training and decoding work, and why not."""
-    done = {"loads": False, "trains": False, "chains": False, "trees": False}
+    """Return which of loading, training, decoding and exporting work, and why not."""
+    done = {"loads": False, "trains": False, "chains": False, "trees": False, "exports": False}
     try:
         model = build(kind, more)
     except UNLOADABLE as error:
@@ -119,7 +124,20 @@ def try_family(kind: str, more: dict[str, Any]) -> tuple[dict[str, bool], str]:
         done["trains"] = True
     except UNLOADABLE as error:
         why = why or str(error)
+    try:
+        export(model)
+        done["exports"] = True
+    except UNLOADABLE as error:
+        why = why or f"not exported: {error}"
     return done, why
+
+
+def export(model: Any) -> None:
+    """Export the model as a drafter for transformers, which compares the tensors and logits of both folders."""
+    with tempfile.TemporaryDirectory() as folder:
+        source, about = Path(folder, "drafter"), {"vocab_size": VOCAB, "tokenizer_fingerprint": None, "target": None}
+        save_artifact(source, kind="drafter", write=lambda out: model.save_pretrained(out), **about)
+        export_artifact(source, "transformers", Path(folder, "export"), FORMATS)
 
 
 def main() -> None:
@@ -129,7 +147,7 @@ def main() -> None:
     known = sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *ENCODER_DECODERS})
     rows = {kind: (kind, dict[str, Any]()) for kind in known} | VARIANTS
     reasons, counts = defaultdict(list), defaultdict(int)
-    print("| family | loads | trains | chains | trees |\n|---|---|---|---|---|")
+    print("| family | loads | trains | chains | trees | exports |\n|---|---|---|---|---|---|")
     for name, (kind, more) in sorted(rows.items())[: 10 if arguments.quick else None]:
         with silence_transformers(), warnings.catch_warnings(action="ignore"):
             done, why = try_family(kind, more)
