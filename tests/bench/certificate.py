@@ -1,11 +1,11 @@
-"""Detection rate and false alarms of the certificate, with faults planted in the real code.
+"""Measure the detection rate and the false alarms of the certificate, with faults planted in the real code.
 
     python tests/bench/certificate.py [--quick] [--clean 200] [--start 0]
 
-Each fault of `tests/helpers/planted.yaml` is planted separately, and its method is certified on the small pair with the
-default settings. The time is processor time on one core. Clean runs certify the unchanged methods in turn, each with
-different seeds; a verdict other than lossless is a false alarm. `--quick` runs every eighth fault and two clean runs.
-The last line is one JSON object.
+Each fault of `tests/helpers/planted.yaml` is planted separately, and its method is certified with the small pair and
+the default settings. Times are CPU times on one core. Clean runs certify the unchanged methods in turn, each with a
+different seed; any verdict other than lossless is a false alarm. `--quick` runs every eighth fault and two clean runs.
+The last line of the output is one JSON object.
 """
 
 import statistics
@@ -25,11 +25,11 @@ from draftsmith.decode.warpers import Sampling
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from helpers.planted import FAULTS, Fault
 
-LEVEL = 1e-6 / 8  # of `draftsmith certify` with four rows
+LEVEL = 1e-6 / 8  # significance level of `draftsmith certify` with four rows
 
 
 def find(fault: Fault) -> tuple[str | None, float]:
-    """Return the first verdict that doubts a faulty method, and the seconds."""
+    """Certify a method with a planted fault; return the first failed verdict, or None, and the CPU seconds."""
     start, entry = time.process_time(), Entry(fault.method, fault.method, fault.options, Sampling(1.0))
     with pytest.MonkeyPatch.context() as patch:
         fault.plant(patch)
@@ -38,7 +38,7 @@ def find(fault: Fault) -> tuple[str | None, float]:
 
 
 def clean(name: str, seed: int) -> tuple[set[str], float, float]:
-    """Return the verdicts on an unchanged method, the smallest p-value times the number of tests, and the seconds."""
+    """Certify an unchanged method; return its verdicts, smallest corrected p-value and CPU seconds."""
     start = time.process_time()
     found = list(stress_method(Entry(name, name, {}, Sampling(1.0)), Plan(level=LEVEL, seed=seed)))
     tests = [test["p_value"] for one in found for test in one.tests]
@@ -46,7 +46,7 @@ def clean(name: str, seed: int) -> tuple[set[str], float, float]:
 
 
 def main() -> None:
-    asked = parser_of(__doc__, "a few of each", clean=0, start=0).parse_args()
+    asked = parser_of(__doc__, "run every eighth fault and two clean runs", clean=0, start=0).parse_args()
     world = make_small_pair()
     by_kind: dict[str, list[tuple[str | None, float]]] = defaultdict(list)
     for fault in FAULTS[asked.start :: 8 if asked.quick else 1]:

@@ -6,13 +6,13 @@ from typing import Any
 
 
 def kilobytes(name: str) -> int:
-    """Return a memory size of this process, since `ru_maxrss` would contain the parent's."""
+    """Return a size in kB from `/proc/self/status`; `ru_maxrss` would include the parent's peak."""
     with open("/proc/self/status") as status:
         return next(int(line.split()[1]) for line in status if line.startswith(name))
 
 
 def prepare_limited(megabytes: int, corpus: str, tokenizer_folder: str, out: str) -> dict[str, Any]:
-    """Prepare a corpus with a limit on the memory that may be allocated."""
+    """Prepare a corpus under a limit on allocated memory; return the peak and the prepared size."""
     import resource
 
     resource.setrlimit(resource.RLIMIT_DATA, (megabytes * 1_000_000, megabytes * 1_000_000))
@@ -29,9 +29,9 @@ def prepare_limited(megabytes: int, corpus: str, tokenizer_folder: str, out: str
 
 
 def count_zipf(name: str, tokens: int) -> dict[str, float]:
-    """Count `tokens` tokens of Zipf's law to a finished table.
+    """Count tokens that follow Zipf's law into a finished table; return times and memory.
 
-    They are drawn with a table of ranks, since exact sampling takes far longer than counting.
+    The tokens are drawn from a precomputed table, because exact sampling takes far longer than counting.
     """
     import numpy as np
     from draftsmith.train.table.counting import PairCounter
@@ -61,7 +61,7 @@ def count_zipf(name: str, tokens: int) -> dict[str, float]:
 
 
 def load_table(name: str) -> tuple[float, float]:
-    """Return the seconds to load and check a table, and the megabytes held besides mapped files."""
+    """Return the seconds to load and check a table, and its memory in MB apart from mapped files."""
     from draftsmith.checkpoints.table.table import BigramTable
 
     BigramTable.from_documents([], 10)

@@ -1,4 +1,4 @@
-"""Common parts of the benchmarks: shared data, command line, random models and timing. Does not need pydantic."""
+"""Shared code of the benchmarks: data paths, command line, random models and timing. Pydantic is not required."""
 
 import argparse
 import json
@@ -27,18 +27,18 @@ LLAMA = SHARED / "tokenizer" / "llama2c"
 
 
 def parser_of(doc: str | None, quick: str, pair: bool = False, **numbers: int) -> argparse.ArgumentParser:
-    """Return a parser with `--quick`, integer options with these defaults and optionally `--pair`."""
+    """Return a parser with `--quick`, integer options with the given defaults and optionally `--pair`."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help=quick)
     if pair:
-        parser.add_argument("--pair", type=Path, default=Path("runs/quickstart"), help="a finished quickstart's folder")
+        parser.add_argument("--pair", type=Path, default=Path("runs/quickstart"), help="finished quickstart (folder)")
     for name, default in numbers.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
     return parser
 
 
 def finish(results: Mapping[str, Any], device: str = "cpu") -> None:
-    """Print the last line: the results as one JSON object, with the machine."""
+    """Print the results and the machine as one JSON object, the last line of the output."""
     print(json.dumps({**results, "machine": machine(device)}))
 
 
@@ -54,7 +54,7 @@ def random_llama(
 ) -> LlamaForCausalLM:
     """Return a Llama with random weights, created on the device.
 
-    `sizes` are hidden, MLP, layers, heads, vocabulary and, optionally, key-value heads.
+    `sizes` are hidden size, MLP width, layers, heads, vocabulary size and, optionally, key-value heads.
     """
     hidden, intermediate, layers, heads, vocabulary, *fewer = sizes
     config = LlamaConfig(
@@ -83,7 +83,7 @@ class Timed(NamedTuple):
 
 
 def processor_seconds() -> float:
-    """Return the processor seconds of this process and of its finished children."""
+    """Return the CPU seconds of this process and its finished child processes."""
     return sum(sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
 
 
@@ -94,7 +94,7 @@ def timed(job: Callable[[], Any]) -> Timed:
 
 
 def in_turns(jobs: Mapping[str, Callable[[], Any]], rounds: int, warm: int = 0) -> dict[str, list[Timed]]:
-    """Run all jobs once per round; the first `warm` rounds are not counted."""
+    """Run all jobs once per round and return their times, without those of the first `warm` rounds."""
     found: dict[str, list[Timed]] = {name: [] for name in jobs}
     for number in range(warm + rounds):
         for name, job in jobs.items():
@@ -112,11 +112,11 @@ def medians(times: Mapping[str, Sequence[Timed]]) -> dict[str, float]:
 def against_tokenizers(
     raw: Mapping[str, Callable[[], int]], ours: str, job: Callable[[], int], rounds: int
 ) -> tuple[str, dict[str, float], dict[str, float]]:
-    """Compare our function with the fastest tokenizer; each returns its number of tokens, and runs are interleaved.
+    """Compare `job` with the fastest tokenizer; every function returns its number of tokens, and runs are interleaved.
 
     Returns:
-        The fastest tokenizer, medians of the ratios (`time`, `cpu`: raw over ours; `rate`: tokens a second, ours over
-        raw), and millions of tokens a second by name.
+        The name of the fastest tokenizer, the median ratios (`time` and `cpu`: tokenizer / job; `rate`: tokens per
+        second, job / tokenizer), and millions of tokens per second by name.
     """
     times = in_turns({**raw, ours: job}, rounds)
     wall, tokens = medians(times), {name: series[-1].result for name, series in times.items()}
@@ -132,7 +132,7 @@ def against_tokenizers(
 
 
 def peak_above(job: Callable[[], Any]) -> tuple[Timed, int]:
-    """Return the result of a call and the peak number of bytes that it adds."""
+    """Run a job and return its result and times, and its peak memory in bytes above that before the call."""
     Path("/proc/self/clear_refs").write_text("5")
     before = kilobytes("VmRSS")
     found = timed(job)
@@ -140,7 +140,7 @@ def peak_above(job: Callable[[], Any]) -> tuple[Timed, int]:
 
 
 def own_process(function: str, *arguments: Any, environment: Mapping[str, str] | None = None) -> Any:
-    """Return the result of `module.function` of this folder, run in a separate process."""
+    """Run `module.function` of this folder in a separate process and return its result."""
     module, _, name = function.partition(".")
     code = f"import json, sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); from {module} import {name}; "
     code += f"print(json.dumps({name}(*json.loads(sys.argv[1]))))"

@@ -1,10 +1,10 @@
-"""Throughput of training and decoding next to busy processes, by the OpenMP spin count.
+"""Measure the throughput of training and decoding next to busy processes, for several OpenMP settings.
 
     python tests/bench/contention.py [--pair runs/quickstart] [--rounds 3] [--busy 1]
 
-Measures tokens per second of training steps and of greedy decoding with all threads, without other processes and next
-to `--busy` busy ones. Each measurement runs in a separate process, and the settings are interleaved. Prints medians and
-their ratio to the speed of the default setting on a quiet machine. The last line is one JSON object.
+Measures tokens per second of training steps and of greedy decoding with all threads, without other load and next to
+`--busy` busy processes. Each measurement runs in a separate process, and the settings are interleaved. Prints medians
+and their ratio to the speed of the default setting without load. The last line of the output is one JSON object.
 """
 
 import os
@@ -25,7 +25,7 @@ SETTINGS: dict[str, dict[str, str]] = {
     "spin 10000": {"GOMP_SPINCOUNT": "10000"},
     "passive": {"OMP_WAIT_POLICY": "passive"},
     "one thread": {"OMP_NUM_THREADS": "1"},
-    "by idle cores": {},  # as the command line chooses
+    "by idle cores": {},  # the thread count that the command line chooses
 }
 CHILD = """
 import sys, time
@@ -62,7 +62,7 @@ print(decoding, training)
 
 @contextmanager
 def busy(count: int) -> Iterator[None]:
-    """Run busy processes during the context."""
+    """Run `count` busy processes during the context."""
     others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
     try:
         yield
@@ -73,7 +73,7 @@ def busy(count: int) -> Iterator[None]:
 
 
 def main() -> None:
-    options = parser_of(__doc__, "one round", pair=True, rounds=3, busy=1).parse_args()
+    options = parser_of(__doc__, "measure one round", pair=True, rounds=3, busy=1).parse_args()
     free = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
     rates: dict[str, list[tuple[float, ...]]] = {}
     for _ in range(1 if options.quick else options.rounds):

@@ -1,15 +1,15 @@
-"""Data preparation: time compared with the tokenizer only, peak memory, packing density, and the benefit of packing.
+"""Measure data preparation: time relative to tokenisation only, peak memory, packing density, and gain of packing.
 
     python tests/bench/data.py [--quick] [--parts throughput training limited] [--corpus FILE] [--tokenizer FOLDER]
         [--megabytes 400]
 
-The default corpus is the ShareGPT sample of the shared data with LLaMA's tokenizer; without them, it is the
+The default corpus is the ShareGPT sample of the shared data with LLaMA's tokenizer; if the files are missing, it is the
 documentation of installed packages with a BPE trained on it. `prepare_vs_tokenizer` is the time to prepare
 conversations from their file, divided by the time of the fastest tokenizer for the vocabulary on all cores with all
 messages in memory (`encode_batch_fast` of tokenizers or list encoding of sentencepiece); runs are interleaved, and the
 median ratio is reported. `peak_mb` is the peak resident size of a process that prepares a corpus ten times larger than
-the memory that it may allocate (RLIMIT_DATA, `--megabytes`; not with `--quick`). Packed and padded batches train a 12 x
-192 Llama. The last line is one JSON object.
+the memory that it may allocate (RLIMIT_DATA, `--megabytes`; skipped with `--quick`). Packed and padded batches train a
+Llama with 12 layers of size 192. The last line of the output is one JSON object.
 """
 
 import os
@@ -38,7 +38,7 @@ TEMPLATE = get_template("vicuna-v1.1")
 
 
 def defaults(folder: Path) -> tuple[Path, Path]:
-    """Return a corpus and a tokenizer that need no download."""
+    """Return the paths of a corpus and a tokenizer that need no download."""
     if SHAREGPT.is_file():
         return SHAREGPT, LLAMA
     chats, _, _ = documentation_conversations(["numpy", "torch"], heldout_share=0.01, max_megabytes=5, seed=0)
@@ -62,7 +62,7 @@ def raw_tokenizers(tokenizer: Any, folder: Path, texts: list[str]) -> dict[str, 
 
 
 def repeated(corpus: Path, times: int) -> Iterator[Conversation]:
-    """Write the corpus several times with different ids."""
+    """Yield the conversations of the corpus `times` times, with distinct ids."""
     chats = list(read_conversations(str(corpus)))
     for number in range(times):
         for chat in chats:
@@ -70,7 +70,7 @@ def repeated(corpus: Path, times: int) -> Iterator[Conversation]:
 
 
 def throughput(corpus: Path, tokenizer: Any, tokenizer_folder: Path, folder: Path, quick: bool) -> dict[str, Any]:
-    """Compare preparation with the tokenizer only."""
+    """Compare the time of data preparation with that of tokenisation only."""
     file = folder / "repeated.jsonl"
     write_conversations(repeated(corpus, 2 if quick else 6), file)
     texts = [turn.text for chat in read_conversations(str(file)) for turn in chat.turns]
@@ -91,7 +91,7 @@ def limited(corpus: Path, tokenizer_folder: Path, megabytes: int, folder: Path) 
     write_conversations(read_conversations(str(corpus)), file)
     write_conversations(repeated(corpus, -(-10 * megabytes * 1_000_000 // file.stat().st_size)), file)
     start = time.perf_counter()
-    small = {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2"}  # threads' stacks and heaps count as well
+    small = {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2"}  # the limit includes the stacks and heaps of threads
     arguments = (megabytes, str(file), str(tokenizer_folder), str(folder / "large"))
     found: dict[str, Any] = own_process("children.prepare_limited", *arguments, environment=small)
     found |= {"corpus_mb": file.stat().st_size / 1e6, "limit_mb": megabytes, "seconds": time.perf_counter() - start}
@@ -100,14 +100,14 @@ def limited(corpus: Path, tokenizer_folder: Path, megabytes: int, folder: Path) 
 
 
 def training(corpus: Path, tokenizer: Any, folder: Path, quick: bool) -> dict[str, Any]:
-    """Return tokens per second of training steps on packed and padded batches of the same documents."""
+    """Measure tokens per second of training steps on packed and padded batches of the same documents."""
     module = DrafterTask(random_llama((192, 512, 12, 4, len(tokenizer))), None).module
     batches = 2 if quick else 6
     queues: dict[str, Iterator[Batch]] = {}
     for packing in ("best-fit", "pad"):
         rows = read_conversations(str(corpus))
         data = prepare(rows, tokenizer, TEMPLATE, 1024, folder / packing, source={}, packing=packing)
-        order = np.random.default_rng(0).permutation(data.blocks)  # as training draws them, four at a time
+        order = np.random.default_rng(0).permutation(data.blocks)  # training also draws blocks in random order
         queues[packing] = iter([data.batch(order[4 * n : 4 * n + 4]) for n in range(batches)])
 
     def step(name: str) -> int:
@@ -124,11 +124,11 @@ def training(corpus: Path, tokenizer: Any, folder: Path, quick: bool) -> dict[st
 
 
 def main() -> None:
-    parser = parser_of(__doc__, "under a minute; leaves out the corpus larger than memory")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, help="by default all; not limited with --quick")
-    parser.add_argument("--corpus", type=Path)
-    parser.add_argument("--tokenizer", type=Path)
-    parser.add_argument("--megabytes", type=int, default=400, help="memory that the limited process may allocate")
+    parser = parser_of(__doc__, "take under a minute; skip the corpus larger than memory")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, help="parts to run (default: all; --quick skips limited)")
+    parser.add_argument("--corpus", type=Path, help="file of conversations")
+    parser.add_argument("--tokenizer", type=Path, help="folder of a tokenizer")
+    parser.add_argument("--megabytes", type=int, default=400, help="memory limit of part `limited` (default: 400)")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

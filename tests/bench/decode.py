@@ -1,12 +1,12 @@
-"""Decoding speed of this engine, compared with transformers and with the limits of the hardware.
+"""Measure the decoding speed of this engine, and compare it with transformers and the limits of the hardware.
 
     python tests/bench/decode.py [--quick] [--pair runs/quickstart] [--gamma 4]
 
-Needs a trained pair (`make quickstart`); shapes.py measures models of real shapes. Batch size 1; runs are interleaved
-prompt by prompt, and medians over the runs of each prompt are reported. Speeds include the prefill. Efficiency is the
-share of a step that is spent in forward passes. The assistant of transformers is the same drafter with the same
-constant number of draft tokens and no confidence threshold; `published` is the published loop with transformers and its
-caches. The last line is one JSON object.
+Requires a trained pair (`make quickstart`); shapes.py measures models of real shapes. The batch size is 1. Runs are
+interleaved prompt by prompt, and medians over the runs of each prompt are reported. Speeds include the prefill.
+Efficiency is the share of a step that is spent in forward passes. Assisted generation of transformers uses the same
+drafter, the same constant number of draft tokens and no confidence threshold. `published` is the published algorithm
+with the forward passes and caches of transformers. The last line of the output is one JSON object.
 """
 
 import argparse
@@ -47,7 +47,7 @@ def rows(gamma: int) -> dict[str, tuple[str, dict[str, Any], Sampling]]:
 
 
 def assisted(target: Any, drafter: Any, gamma: int) -> Job:
-    """Run `transformers.generate(assistant_model=…)` with a constant number of draft tokens."""
+    """Return a job that runs `generate(assistant_model=…)` of transformers with a constant draft length."""
     config = drafter.generation_config
     config.num_assistant_tokens, config.num_assistant_tokens_schedule = gamma, "constant"
     config.assistant_confidence_threshold = 0.0
@@ -57,7 +57,7 @@ def assisted(target: Any, drafter: Any, gamma: int) -> Job:
 
 
 def published(target: Any, drafter: Any, gamma: int) -> Job:
-    """Greedy speculative decoding as published: both models' caches are cut back after each block."""
+    """Return a job that runs the published greedy algorithm, which crops both caches after each step."""
 
     @torch.inference_mode()
     def run(prompt: Sequence[int], limits: Limits) -> Decoded:
@@ -93,7 +93,7 @@ def published(target: Any, drafter: Any, gamma: int) -> Job:
 
 
 class Idle(LanguageModel):
-    """Model without computation, with which a step takes the engine's own time."""
+    """Model without computation, which isolates the engine's own time per step."""
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size, self.hidden_size, self.max_positions = vocab_size, 8, 1 << 30
@@ -125,7 +125,7 @@ class IdleHeads:
 
 
 def host_microseconds(vocab_size: int, table: BigramTable | None, gamma: int, tokens: int) -> dict[str, float]:
-    """Return the median time of a step by label with models without computation."""
+    """Return the median step time in microseconds by label, with models that compute nothing."""
     parts = Parts(Idle(vocab_size), IdleHeads(vocab_size), table)
     found = {}
     for label, (name, options, sampling) in rows(gamma).items():
@@ -142,9 +142,9 @@ def host_microseconds(vocab_size: int, table: BigramTable | None, gamma: int, to
 
 @torch.inference_mode()
 def prune_share(target: LanguageModel, heads: Any, table: BigramTable | None, runs: int) -> tuple[float, float]:
-    """Return the time to find the top 40 posteriors for 4 heads x top 10, over that of a one-token forward pass.
+    """Return the time to find the 40 best paths for 4 heads x top 10, relative to a one-token forward pass.
 
-    The second value also includes the topology and tokens of the tree. Calls are interleaved in groups of twenty.
+    The second value includes building the tree's topology and tokens. Calls are interleaved in groups of twenty.
     """
     proposer = PrunedHeadTree(heads, table, 40, (10,) * 4, 0.01, 4)
     generator = torch.Generator().manual_seed(0)
@@ -165,7 +165,7 @@ def prune_share(target: LanguageModel, heads: Any, table: BigramTable | None, ru
 
 def bench_pair(arguments: argparse.Namespace) -> dict[str, Any]:
     """Measure the trained pair on the CPU."""
-    from pair import Pair  # which needs pydantic
+    from pair import Pair  # imported late because it requires pydantic
 
     quick, gamma = arguments.quick, arguments.gamma
     pair, measured = Pair(arguments.pair, 3 if quick else 16), rows(gamma)
@@ -243,7 +243,7 @@ def print_rows(found: dict[str, dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    parser = parser_of(__doc__, "3 prompts, two runs: under a minute", pair=True, gamma=4)
+    parser = parser_of(__doc__, "use three prompts and two runs (under a minute)", pair=True, gamma=4)
     finish(bench_pair(parser.parse_args()))
 
 

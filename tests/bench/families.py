@@ -1,7 +1,7 @@
-"""Decoder families of transformers: which load here, train as a target, decode chains and trees, and are exported.
+"""Check which model families of transformers load, train, decode chains and trees, and are exported.
 
-A tiny random model of each type is built. Its output is compared with its own `generate` for rows of several lengths.
-Run with
+A tiny random model of each type is built, and its decoded tokens are compared with those of its own `generate` for rows
+of several lengths. Run with
 
     python tests/bench/families.py [--quick]
 """
@@ -31,7 +31,7 @@ from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 VOCAB, NEW, LARGEST = 120, 16, 4_000_000
-# For whichever of these fields a configuration has.
+# Values of these fields, if a configuration has them.
 SIZES: dict[int, str] = {
     VOCAB: "vocab_size",
     32: "hidden_size d_model n_embd lru_width hidden_size_per_layer_input",
@@ -65,7 +65,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def build(kind: str, more: dict[str, Any]) -> Any:
-    """Return a tiny random model, or why its family is refused."""
+    """Return a tiny random model, or the reason why its family is not supported."""
     whole = AutoConfig.for_model(kind)
     if not more and kind not in MORE and (fault := family_fault(whole)):
         return fault
@@ -78,7 +78,7 @@ def build(kind: str, more: dict[str, Any]) -> Any:
     if fault := family_fault(config):
         return fault
     if (count := sum(weight.numel() for weight in meta_model(config).parameters())) > LARGEST:
-        raise ValueError(f"no tiny model of it is known ({count:,} parameters)")
+        raise ValueError(f"no tiny configuration is known ({count:,} parameters)")
     torch.manual_seed(0)
     model = model_class(config).from_config(config).eval()
     with torch.no_grad():
@@ -90,7 +90,7 @@ def build(kind: str, more: dict[str, Any]) -> Any:
 
 
 def try_family(kind: str, more: dict[str, Any]) -> tuple[dict[str, bool], str]:
-    """Return which of loading, training, decoding and exporting work, and why not."""
+    """Return whether loading, training, decoding and exporting work, and the first reason for a failure."""
     done = {"loads": False, "trains": False, "chains": False, "trees": False, "exports": False}
     try:
         model = build(kind, more)
@@ -133,7 +133,7 @@ def try_family(kind: str, more: dict[str, Any]) -> tuple[dict[str, bool], str]:
 
 
 def export(model: Any) -> None:
-    """Export the model as a drafter for transformers, which compares the tensors and logits of both folders."""
+    """Export the model as a drafter for transformers; the export checks the tensors and logits of both folders."""
     with tempfile.TemporaryDirectory() as folder:
         source, about = Path(folder, "drafter"), {"vocab_size": VOCAB, "tokenizer_fingerprint": None, "target": None}
         save_artifact(source, kind="drafter", write=lambda out: model.save_pretrained(out), **about)
@@ -142,7 +142,7 @@ def export(model: Any) -> None:
 
 def main() -> None:
     """Print the table, the reasons and the counts."""
-    arguments = parser_of(__doc__, "the first ten families only").parse_args()
+    arguments = parser_of(__doc__, "check only the first ten families").parse_args()
     torch.set_num_threads(1)
     known = sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *ENCODER_DECODERS})
     rows = {kind: (kind, dict[str, Any]()) for kind in known} | VARIANTS

@@ -1,16 +1,15 @@
-"""Forward passes compared with the limits of memory bandwidth and compute: by number of rows, ragged rows, and prefill.
+"""Compare forward passes with the limits of memory bandwidth and compute.
 
     python tests/bench/floor.py FOLDER [--runs 40] [--context 300] [--dtypes float32 bfloat16] [--startup]
                                   [--rows 1 4 8 16] [--processor haswell]
 
-Runs on a CPU. The lower bound for few rows is the time to read the weights of a forward pass at the rate of summing a
-tensor of half a GiB; for a prompt, it is the time of its matrix products at the rate of a large one. Forward passes
-process a chain of tokens after `--context` cached tokens; runs are interleaved, and medians are reported.
-DRAFTSMITH_NATIVE=0 disables the compiled functions. `ragged_share` is the rate of sixteen rows of different lengths
-over that of sixteen rows of their mean length. `--rows` measures these numbers of rows only. `--startup` also measures
-commands that do not decode. `--processor` compiles the functions for another processor. To emulate one with AVX2 but
-without AVX-512, also set ATEN_CPU_CAPABILITY=avx2, ONEDNN_MAX_CPU_ISA=AVX2 and MKL_ENABLE_INSTRUCTIONS=AVX2. The last
-line is one JSON object.
+Runs on a CPU, for several numbers of rows, ragged rows and prefill. The lower bound for few rows is the time to read
+the weights of a forward pass at the rate of summing a tensor of half a GiB. For a prompt, it is the time of the matrix
+products at the rate of one large product. Forward passes process a chain of tokens after `--context` cached tokens;
+runs are interleaved, and medians are reported. DRAFTSMITH_NATIVE=0 disables the compiled functions. `ragged_share` is
+the rate of sixteen rows of different lengths over that of sixteen rows of their mean length. To emulate a processor
+with AVX2 but without AVX-512, use `--processor haswell` and set ATEN_CPU_CAPABILITY=avx2, ONEDNN_MAX_CPU_ISA=AVX2 and
+MKL_ENABLE_INSTRUCTIONS=AVX2. The last line of the output is one JSON object.
 """
 
 import subprocess
@@ -34,7 +33,7 @@ COMMANDS = ("--version", "recipes ls", "corpora", "export", "doctor", "evaluate 
 
 
 def rates(dtype: torch.dtype, runs: int) -> tuple[float, float]:
-    """Return the bytes per second of reading memory, and the FLOP per second of a large product."""
+    """Return the memory bandwidth in bytes per second, and the FLOP per second of a large matrix product."""
     memory = torch.ones(1 << 27)
     left, right = torch.ones(PROMPT, 4096, dtype=dtype), torch.ones(4096, 4096, dtype=dtype)
     jobs = {"read": memory.sum, "product": lambda: left @ right}
@@ -45,7 +44,7 @@ def rates(dtype: torch.dtype, runs: int) -> tuple[float, float]:
 
 @torch.inference_mode()
 def of_format(folder: str, name: str, runs: int, context: int, numbers: Sequence[int] | None) -> dict[str, Any]:
-    """Measure one dtype, with these numbers of rows only unless None."""
+    """Measure forward passes in one dtype; with `numbers`, only for these numbers of rows."""
     model = load_model(folder, dtype=name)
     dtype, width = model.dtype, 1 if name == "int8" else model.dtype.itemsize
     shape = meta_model(model.config)
@@ -103,7 +102,7 @@ def of_format(folder: str, name: str, runs: int, context: int, numbers: Sequence
 
 
 def startup() -> dict[str, float]:
-    """Return the seconds of commands."""
+    """Return the seconds of each command in `COMMANDS`, the best of three runs."""
     found = {}
     for command in COMMANDS:
         times = []
@@ -117,12 +116,12 @@ def startup() -> dict[str, float]:
 
 
 def main() -> None:
-    parser = parser_of(__doc__, "five runs of each", runs=40, context=300)
-    parser.add_argument("model", help="a model's folder or GGUF file")
+    parser = parser_of(__doc__, "run each measurement five times", runs=40, context=300)
+    parser.add_argument("model", help="model folder or GGUF file")
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], choices=["float32", "bfloat16", "int8"])
-    parser.add_argument("--rows", type=int, nargs="+", help="measure these numbers of rows only")
-    parser.add_argument("--processor", help="compile for this processor, for example haswell")
-    parser.add_argument("--startup", action="store_true", help="also time commands that decode nothing")
+    parser.add_argument("--rows", type=int, nargs="+", help="measure only these numbers of rows")
+    parser.add_argument("--processor", help="compile the functions for this processor, e.g. haswell")
+    parser.add_argument("--startup", action="store_true", help="also time commands that do not decode")
     args = parser.parse_args()
     runs = 5 if args.quick else args.runs
     if args.processor:

@@ -1,9 +1,10 @@
-"""Peak memory and time of loading a model and preparing its optimised forward, compared with its weights and its files.
+"""Measure peak memory and time of loading a model and preparing its optimised forward.
 
     python tests/bench/memory.py FOLDER [--dtypes float32 bfloat16 int8]
 
-Each dtype is measured in a process of its own. Memory does not include that of a process which has
-prepared a tiny model. `load_seconds` includes the preparation. The last line is one JSON object.
+Each dtype is measured in a separate process. The memory that the process used after preparing a tiny model is
+subtracted. `load_seconds` includes the preparation, and `read_seconds` is the time to read the model's files. The last
+line of the output is one JSON object.
 """
 
 import json
@@ -42,8 +43,8 @@ print(json.dumps(measured | seconds | sizes))
 
 
 if __name__ == "__main__":
-    parser = parser_of(__doc__, "accepted for uniformity")
-    parser.add_argument("folder")
+    parser = parser_of(__doc__, "ignored; accepted as in the other benchmarks")
+    parser.add_argument("folder", help="model folder")
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16", "int8"])
     options, results = parser.parse_args(), {}
     with TemporaryDirectory() as place:

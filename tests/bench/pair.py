@@ -1,4 +1,4 @@
-"""Target/drafter pair of a quickstart, which several benchmarks measure."""
+"""Target/drafter pair of a finished quickstart, shared by several benchmarks."""
 
 from functools import cached_property
 from pathlib import Path
@@ -18,14 +18,14 @@ from transformers import GenerationConfig
 
 
 def recipe_of_pair(folder: Path) -> QuickstartRecipe:
-    """Return the recipe of a finished quickstart, with its folder filled in."""
+    """Return the recipe of a finished quickstart, with its paths resolved to the folder."""
     found = parse_recipe(read_recipe(folder / "quickstart.yaml"), "quickstart")
     assert isinstance(found, QuickstartRecipe)
     return resolve(found.model_copy(update={"out": str(folder)}))
 
 
 def on_pair(recipe: EvaluateRecipe, folder: Path, **changes: Any) -> EvaluateRecipe:
-    """Return an evaluation with the target, parts, prompts and template of a pair in place of its own."""
+    """Return the evaluation recipe with the models, prompts and template of a pair."""
     asked = recipe_of_pair(folder).evaluate
     own = {part: str(folder / part) for part in ("target", "drafter", "heads", "table")}
     own |= {"prompts": asked.prompts, "template": asked.template, "dtype": "auto", "device_map": None}
@@ -35,11 +35,11 @@ def on_pair(recipe: EvaluateRecipe, folder: Path, **changes: Any) -> EvaluateRec
 
 
 class Pair:
-    """A finished quickstart of any recipe: recipes, models, parts and its own prompts."""
+    """Recipes, models, draft artifacts and prompts of a finished quickstart."""
 
     def __init__(self, folder: Path, prompts: int) -> None:
         if not (folder / "drafter").is_dir():
-            raise SystemExit(f"there is no trained pair at {folder}: run `make quickstart` first")
+            raise SystemExit(f"no trained pair at {folder}: run `make quickstart` first")
         self.folder = folder
         self.tokenizer = load_tokenizer(str(folder / "target"))
         asked = self.recipes.evaluate

@@ -36,14 +36,14 @@ Rows = Mapping[str, Any]
 """Metrics by label; each metric is an array [R]."""
 Predicate = Callable[[Rows], Any]
 SAMPLED = {"temperature": 0.25}
-"""For heads: greedy text of a small target repeats itself, and every head predicts it."""
+"""Settings of recipes with heads, since a small target's greedy text repeats itself and every head predicts it."""
 
 
 # --- predicates -------------------------------------------------------------------------------------------------------
 
 
 def rising(metric: str, *labels: str) -> Predicate:
-    """Return the claim that a metric rises from row to row."""
+    """Return a predicate that a metric increases from row to row."""
 
     def holds(rows: Rows) -> Any:
         values = [getattr(rows[label], metric) for label in labels]
@@ -53,7 +53,7 @@ def rising(metric: str, *labels: str) -> Predicate:
 
 
 def close(metric: str, label: str, other: str, tolerance: float) -> Predicate:
-    """Return the claim that two rows agree within a tolerance; of perplexities the logarithms are compared."""
+    """Return a predicate that two rows agree within a tolerance, which is absolute for log-perplexities."""
 
     def holds(rows: Rows) -> Any:
         value, reference = getattr(rows[label], metric), getattr(rows[other], metric)
@@ -63,7 +63,7 @@ def close(metric: str, label: str, other: str, tolerance: float) -> Predicate:
 
 
 def closed_form(label: str, gamma: int) -> Predicate:
-    """Return the claim that tokens per step are (1 - α^(γ+1)) / (1 - α) within a tenth."""
+    """Return a predicate that tokens per step are within 10 % of (1 - α^(γ+1)) / (1 - α)."""
 
     def holds(rows: Rows) -> Any:
         expected = sum(rows[label].acceptance_rate ** depth for depth in range(gamma + 1))
@@ -73,7 +73,7 @@ def closed_form(label: str, gamma: int) -> Predicate:
 
 
 def gain(rows: Rows, label: str, base: str) -> Any:
-    """Return how many more tokens per step one row has than another."""
+    """Return the increase in tokens per step from the row `base` to the row `label`."""
     return rows[label].tokens_per_step - rows[base].tokens_per_step
 
 
@@ -224,14 +224,14 @@ CLAIMS: dict[str, dict[str, Predicate]] = {
         "OPT and UNO reject equally often": close("rejections", "OPT ε=0.01", "UNO ε=0.01", 0.25),
     },
 }  # fmt: skip
-"""What the papers say of the table of each recipe."""
+"""Claims of the papers about the table of each recipe."""
 
 
 # --- rows -------------------------------------------------------------------------------------------------------------
 
 
 def metrics_of(row: Mapping[str, Any]) -> SimpleNamespace:
-    """Return the metrics of a row of results, resampled over its prompts."""
+    """Return the metrics of a row of results, each resampled over the prompts to an array [R]."""
 
     def column(name: str) -> np.ndarray:
         return np.array([prompt[name] or 0 for prompt in row["by_prompt"]], float)
@@ -248,7 +248,7 @@ def metrics_of(row: Mapping[str, Any]) -> SimpleNamespace:
         "seconds_per_step": (seconds, steps),
         "log_perplexity": (nats, tokens),
         "rouge_l": (column("rouge_l"), np.ones(prompts)),
-        "rejections": (steps - 1, tokens),  # where a draft is as long as the text
+        "rejections": (steps - 1, tokens),  # valid if drafts are as long as the text
         "flops_per_token": (flops_per_step * steps, tokens),
         "flops_per_step": (flops_per_step * steps, steps),
     }
@@ -258,7 +258,7 @@ def metrics_of(row: Mapping[str, Any]) -> SimpleNamespace:
 
 
 def recipe_for(name: str, folder: Path, options: Any, **changes: Any) -> EvaluateRecipe:
-    """Return a shipped recipe on the pair at small size, without rows for drafters or heads that the pair lacks."""
+    """Return a shipped recipe for the pair at small size, without rows that need more heads than the pair has."""
     recipe = load_recipe(f"evaluate/{name}", kinds=["evaluate"])
     assert isinstance(recipe, EvaluateRecipe)
     first = folder / "drafter-stage1"
@@ -279,7 +279,7 @@ def recipe_for(name: str, folder: Path, options: Any, **changes: Any) -> Evaluat
 
 
 def results_of(name: str, folder: Path, options: Any) -> dict[str, Any]:
-    """Run an evaluation, or read the finished one; return its rows."""
+    """Run an evaluation, or load its finished results, and return the metrics of its rows by label."""
     if name == "energy":
         recipe = recipe_for("mjsd/main", folder, options)
         sizes = {"energy_batches": [1, 4, 16], "energy_runs": 30, "energy_context": 64}
@@ -297,18 +297,18 @@ def results_of(name: str, folder: Path, options: Any) -> dict[str, Any]:
 
 
 def partial_table(folder: Path, limit: int) -> Path:
-    """Count the table of the pair's first conversations."""
+    """Count a bigram table from the first `limit` conversations of the pair's corpus; return its folder."""
     table = recipe_of_pair(folder).table
     values = table.model_dump(mode="json") | {"tokenizer": str(folder / "target")}
     values["out"] = str(folder / "papers" / f"table-{limit}")
     values["data"] |= {"limit": limit, "cache": str(folder / "papers" / "prepared")}
-    recipe = parse_recipe(values, "the table of a part")
+    recipe = parse_recipe(values, "partial table")
     assert isinstance(recipe, TableRecipe)
     return run_train(recipe)
 
 
 def judge(predicate: Predicate, rows: Rows) -> str:
-    """Return whether a claim held on resampled rows."""
+    """Return "held", "not held" or "noise" for a claim on resampled rows, or "not measured"."""
     try:
         held = np.asarray(predicate(rows), dtype=bool)
     except (KeyError, AttributeError):
@@ -318,9 +318,9 @@ def judge(predicate: Predicate, rows: Rows) -> str:
 
 
 def main() -> None:
-    parser = parser_of(__doc__, "two prompts of eight tokens", pair=True, limit=24, tokens=48)
-    parser.add_argument("--only", nargs="+", choices=CLAIMS, default=list(CLAIMS), metavar="RECIPE")
-    parser.add_argument("--out", type=Path, help="file (.json) of the results")
+    parser = parser_of(__doc__, "use two prompts and eight new tokens", pair=True, limit=24, tokens=48)
+    parser.add_argument("--only", nargs="+", choices=CLAIMS, default=list(CLAIMS), metavar="RECIPE", help="recipes")
+    parser.add_argument("--out", type=Path, help="output file (.json) for the results")
     options = parser.parse_args()
     if options.quick:
         options.limit, options.tokens = 2, 8

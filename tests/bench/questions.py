@@ -1,11 +1,11 @@
-"""Corpus of varied questions, on which `make realpair` can train a pair for general use.
+"""Write a corpus of varied questions, on which `make realpair` can train a general-purpose pair.
 
     python tests/bench/questions.py questions.jsonl [--limit 2600]
     make realpair ARGS='out=runs/general corpus.megabytes=0 corpus.files=[questions.jsonl]'
 
-The questions come from the shared data of the benchmarks, without the prompts on which pairs are measured:
-instructions, first turns of conversations, factual questions, texts to summarise, questions on a passage, and
-arithmetic problems from templates. The last line is one JSON object.
+The questions come from the shared data of the benchmarks, without the prompts on which pairs are measured. They are
+instructions, first turns of conversations, factual questions, texts to summarise, questions about passages, and
+arithmetic problems from templates. The last line of the output is one JSON object.
 """
 
 import argparse
@@ -40,13 +40,13 @@ def loaded(path: Path) -> Any:
 
 
 def first(conversations: Any, speaker: str) -> list[str]:
-    """Return the first turn of the speaker in each conversation."""
+    """Return the speaker's first turn in each conversation, if there is one."""
     turns = ([turn["value"] for turn in row["conversations"] if turn["from"] == speaker] for row in conversations)
     return [each[0] for each in turns if each]
 
 
 def with_passages(pairs: Sequence[tuple[str, str]], count: int, rng: random.Random) -> list[str]:
-    """Return questions, each after the four answers that share most words with it."""
+    """Return up to `count` questions, each preceded by its own answer and the three most similar ones."""
     words = [set(re.findall(r"[a-z]{5,}", answer.lower())) for _, answer in pairs]
     found = []
     for chosen in rng.sample(range(len(pairs)), min(count, len(pairs))):
@@ -64,7 +64,7 @@ def problem(rng: random.Random) -> str:
 
 
 def collect(limit: int, rng: random.Random) -> dict[str, list[str]]:
-    """Return texts by kind, more than are needed."""
+    """Return candidate texts by kind, usually more than `limit` requires."""
     general = loaded(SHARED / "instruct" / "halueval_general_data.json")
     alpaca = loaded(SHARED / "instruct" / "alpaca_en_demo.json")
     chats = [*loaded(SHAREGPT), *loaded(SHARED / "chat_multi" / "mtbench101_sharegpt.json")]
@@ -86,8 +86,8 @@ def collect(limit: int, rng: random.Random) -> dict[str, list[str]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path, help="the file (.jsonl) to write")
-    parser.add_argument("--limit", type=int, default=2600, help="questions")
+    parser.add_argument("out", type=Path, help="output file (.jsonl)")
+    parser.add_argument("--limit", type=int, default=2600, help="maximum number of questions (default: 2600)")
     args = parser.parse_args()
     rng, chosen = random.Random(0), []
     for kind, texts in collect(args.limit, rng).items():

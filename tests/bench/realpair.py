@@ -1,4 +1,4 @@
-"""Every method on a finished pair and Spec-Bench at temperatures 0 and 1, by group of prompts.
+"""Measure every method with a finished pair on Spec-Bench at temperatures 0 and 1, by group of prompts.
 
     python tests/bench/realpair.py --pair runs/realpair [--prompts FILE] [--limit 80] [--rows 'medusa*']
 
@@ -48,7 +48,7 @@ MORE: list[tuple[str, dict[str, Any]]] = [
     ("medusa", {"tree": "2x1"}),
     ("slim-s", {"num_sequences": 8, "min_prob": 0.05}),
 ]
-"""Rows in addition to those of all methods with their default settings."""
+"""Rows in addition to all methods with default settings."""
 OF_EAGLE: list[tuple[str, dict[str, Any]]] = [
     ("speculative", {"gamma": 1}),
     ("speculative", {"gamma": 2}),
@@ -75,9 +75,9 @@ OF_EAGLE: list[tuple[str, dict[str, Any]]] = [
     ("multi-candidate", {"k_config": "4x2", "verification": "traversal"}),
     ("multi-candidate", {"k_config": "2x1x1"}),
 ]
-"""Rows with the pair's second drafter, where it has one."""
+"""Rows that draft with the pair's EAGLE-3 heads, if it has them."""
 OF_PARALLEL = [("speculative", {"gamma": gamma, "parallel": True}) for gamma in (1, 2, 3, 4)]
-"""Rows of a drafter that was trained with `parallel`."""
+"""Rows for a drafter that was trained for parallel drafting."""
 NUMBERS = (
     "method", "options", "lossless", "tokens_per_step", "tokens_per_step_interval", "acceptance_rate",
     "acceptance_by_depth", "nodes_per_step", "speedup", "speedup_interval", "ideal", "bound", "efficiency",
@@ -89,13 +89,13 @@ BRIEF = ("tokens_per_step", "speedup", "speedup_interval", "tokens_per_second")
 
 
 def recipe_of(options: argparse.Namespace, temperature: float, methods: list[dict[str, Any]], **more: Any) -> Any:
-    """Return the evaluation of the pair on the given prompts."""
+    """Return the recipe that evaluates the pair on the chosen prompts at one temperature."""
     out = options.work / f"{title_of(options, temperature)}.json"
     values = {"kind": "evaluate", "out": str(out), "target": "", "prompts": ""}
     first = EvaluateRecipe.model_validate(values | {"methods": methods})
     asked: dict[str, Any] = {"prompts": str(options.prompts)}
     if "spec_bench" in options.prompts.name:
-        asked = {"prompts": "spec-bench", "prompts_path": str(options.prompts)}  # whose groups come in turn
+        asked = {"prompts": "spec-bench", "prompts_path": str(options.prompts)}  # interleaves the groups
     asked |= {"groups": options.groups, "limit": options.limit, "max_prompt_tokens": options.prompt_tokens}
     asked |= {"max_new_tokens": options.tokens, "repeats": options.repeats, "temperature": temperature}
     asked |= {
@@ -110,13 +110,13 @@ def recipe_of(options: argparse.Namespace, temperature: float, methods: list[dic
 
 
 def title_of(options: argparse.Namespace, temperature: float) -> str:
-    """Return the title of results: temperature, and data types of target and drafters that are not the default."""
+    """Return the title of results: the temperature, and the dtypes of target and drafters if not the default."""
     known = None if options.dtype == "auto" else f"target {options.dtype}"
     return ", ".join(filter(None, [f"T={temperature:g}", known, options.drafter_dtype]))
 
 
 def rows_of(chosen: Sequence[str], folder: Path) -> list[dict[str, Any]]:
-    """Return the baseline and the rows of a pair whose labels match a pattern."""
+    """Return the baseline and the rows of a pair whose labels match one of the patterns (default: all)."""
     known = [(name, {}) for name, method in METHODS.items() if method.lossless or name == "mjsd"] + MORE
     known = [row for row in known if row[0] != BASELINE["method"]]
     if mask_token(load_config(str(folder / "drafter"))) is not None:
@@ -131,12 +131,12 @@ def rows_of(chosen: Sequence[str], folder: Path) -> list[dict[str, Any]]:
     labels = [label for label, _, _ in rows]
     wanted = set(labels) if not chosen else {label for word in chosen for label in fnmatch.filter(labels, word)}
     if unknown := [word for word in chosen if not fnmatch.filter(labels, word)]:
-        raise SystemExit(f"--rows {unknown[0]!r}: there is none of this name among {', '.join(labels)}")
+        raise SystemExit(f"--rows: no label matches {unknown[0]!r}; choose from {', '.join(labels)}")
     return [BASELINE, *({"method": name, "label": label, "options": o} for label, name, o in rows if label in wanted)]
 
 
 def rounded(value: Any) -> Any:
-    """Return a number with four significant digits."""
+    """Round every float in nested results to four significant digits."""
     if isinstance(value, float):
         return float(f"{value:.4g}")
     if isinstance(value, Mapping):
@@ -145,12 +145,12 @@ def rounded(value: Any) -> Any:
 
 
 def short(word: Path | str) -> str:
-    """Return the last part of a path."""
+    """Return the last two parts of an absolute path, and other arguments unchanged."""
     return str(Path(*Path(word).parts[-2:])) if Path(word).is_absolute() else str(word)
 
 
 def methods(options: argparse.Namespace) -> dict[str, Any]:
-    """Return every row at every temperature."""
+    """Evaluate all rows at every temperature and return the results by title."""
     found = {}
     for temperature in options.temperatures:
         recipe = recipe_of(options, temperature, rows_of(options.rows, options.pair))
@@ -170,14 +170,14 @@ def methods(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def numbers_of(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the numbers of a row that are recorded."""
+    """Return the rounded metrics of a row that the results file contains."""
     kept = {key: row[key] for key in NUMBERS}
     kept["groups"] = {name: {key: part[key] for key in IN_GROUPS} for name, part in row["by_category"].items()}
     return dict(rounded(kept))
 
 
 def print_rows(title: str, rows: Mapping[str, Mapping[str, Any]]) -> None:
-    """Print the rows, and the tokens per step and speedup of each by group."""
+    """Print the rows, then their tokens per step and speedup by group of prompts."""
 
     def number(value: float | None) -> str:
         return "-" if value is None else f"{value:.2f}"
@@ -202,7 +202,7 @@ def print_rows(title: str, rows: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def brief(found: Any) -> Any:
-    """Return the numbers of all prompts for the last line."""
+    """Return the main metrics over all prompts, for the last line of the output."""
     if not isinstance(found, dict):
         return found
     left_out = {*NUMBERS, "groups", "categories"} - {*BRIEF}
@@ -211,18 +211,18 @@ def brief(found: Any) -> Any:
 
 def main() -> None:
     parser = parser_of(
-        __doc__, "two prompts of 16 tokens", limit=80, tokens=96, prompt_tokens=1024, repeats=1, threads=0
+        __doc__, "use two prompts and 16 new tokens", limit=80, tokens=96, prompt_tokens=1024, repeats=1, threads=0
     )
-    parser.add_argument("--pair", type=Path, default=Path("runs/realpair"), help="a finished quickstart's folder")
-    parser.add_argument("--prompts", type=Path, default=SPEC_BENCH, help="questions; those of Spec-Bench by default")
-    parser.add_argument("--groups", nargs="+", default=[], help="only these groups of the prompts")
-    parser.add_argument("--rows", nargs="+", default=[], help="only these, by label: 'speculative*'")
-    parser.add_argument("--dtype", default="auto", help="the type of the target's weights; its folder's by default")
-    parser.add_argument("--drafter-dtype", help="the type of drafters' weights, where it is not the target's")
-    parser.add_argument("--alone", action="store_true", help="without the greedy texts of transformers")
-    parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 1.0])
-    parser.add_argument("--work", type=Path, help="where what is finished is kept; by default PAIR/bench")
-    parser.add_argument("--out", type=Path, help="the file (.json) that takes the results")
+    parser.add_argument("--pair", type=Path, default=Path("runs/realpair"), help="folder of a finished quickstart")
+    parser.add_argument("--prompts", type=Path, default=SPEC_BENCH, help="file of prompts (default: Spec-Bench)")
+    parser.add_argument("--groups", nargs="+", default=[], help="use only these groups of prompts")
+    parser.add_argument("--rows", nargs="+", default=[], help="measure only these labels, e.g. 'speculative*'")
+    parser.add_argument("--dtype", default="auto", help="dtype of the target's weights (default: as stored)")
+    parser.add_argument("--drafter-dtype", help="dtype of the drafters' weights (default: the target's)")
+    parser.add_argument("--alone", action="store_true", help="skip the greedy texts of transformers")
+    parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 1.0], help="default: 0 1")
+    parser.add_argument("--work", type=Path, help="folder of finished evaluations (default: PAIR/bench)")
+    parser.add_argument("--out", type=Path, help="output file (.json) for the results")
     options = parser.parse_args()
     if options.quick:
         options.limit, options.tokens = 2, 16

@@ -1,11 +1,11 @@
-"""Replayed forward passes on a GPU, compared with the time to read their weights, and the kernels that they run.
+"""Compare replayed forward passes on a GPU with the time to read their weights, and list their kernels.
 
     python tests/bench/replays.py 7b 8b 68m [--rows 1 5 16 64] [--context 256 2048] [--kernels] [--dtype bfloat16]
 
 Models have real shapes and random weights; the batch size is 1. `floor` is the time to read the bytes of the weights at
-the rate of summing one GiB. `us` is the median device time of a replay with logits, measured with events. `host_us` is
-the time until such a forward pass is queued. `--kernels` prints the kernels of a forward pass by their time.
-DRAFTSMITH_NATIVE=0 disables the project's own kernels. The last line is one JSON object.
+the rate of summing one GiB. `us` is the median device time of a replay with logits, measured with CUDA events.
+`host_us` is the time until the host has queued the forward pass. `--kernels` prints the kernels that take the most
+time. DRAFTSMITH_NATIVE=0 disables the project's own kernels. The last line of the output is one JSON object.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from torch.profiler import ProfilerActivity, profile
 
 
 def device_time(call: Callable[[], Any], runs: int) -> tuple[float, float]:
-    """Return median microseconds on the device, and on the host until all work is queued."""
+    """Return the median microseconds of a call on the device, and on the host until all work is queued."""
     found, queued = [], []
     for _ in range(runs + 3):
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -41,7 +41,7 @@ def device_time(call: Callable[[], Any], runs: int) -> tuple[float, float]:
 
 
 def kernels(call: Callable[[], Any], runs: int = 3) -> dict[str, tuple[float, float]]:
-    """Return microseconds and number of calls by kernel, the longest first."""
+    """Return the microseconds and number of launches of each kernel in a call, longest first."""
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
         for _ in range(runs):
             call()
@@ -52,7 +52,7 @@ def kernels(call: Callable[[], Any], runs: int = 3) -> dict[str, tuple[float, fl
 
 @torch.inference_mode()
 def of_shape(shape: str, options: argparse.Namespace, rate: float) -> dict[str, Any]:
-    """Return the times by context and rows."""
+    """Measure replayed forward passes of a shape by context length and number of rows."""
     positions = max(options.context) + max(options.rows) + 64
     plain = random_llama(SHAPES[shape], positions, "cuda", getattr(torch, options.dtype)).eval().requires_grad_(False)
     weights = sum(each.nbytes for each in plain.model.layers.parameters()) + plain.lm_head.weight.nbytes
@@ -80,11 +80,11 @@ def of_shape(shape: str, options: argparse.Namespace, rate: float) -> dict[str, 
 
 
 def main() -> None:
-    parser = parser_of(__doc__, "five runs of each", runs=30)
+    parser = parser_of(__doc__, "run each measurement five times", runs=30)
     parser.add_argument("shapes", nargs="+", choices=list(SHAPES))
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 5, 16, 64])
     parser.add_argument("--context", type=int, nargs="+", default=[256, 2048])
-    parser.add_argument("--kernels", action="store_true")
+    parser.add_argument("--kernels", action="store_true", help="print the kernels that take the most time")
     parser.add_argument("--dtype", default="bfloat16")
     options = parser.parse_args()
     options.runs = 5 if options.quick else options.runs

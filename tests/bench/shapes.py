@@ -1,12 +1,12 @@
-"""Time of a decoding step for models of real shapes with random weights, by phase and on any device.
+"""Measure a decoding step of models with real shapes and random weights, by phase and on any device.
 
     python tests/bench/shapes.py 7b-68m 13b-160m 8b-1b [--device cuda] [--dtype bfloat16] [--batch 1 4 16]
                                  [--context 256 2048] [--graphs] [--peer]
 
-A fixed pattern of accepted tokens replaces verification. The table shows the microseconds of each phase and those in
-which the device was busy; the difference is idle time. With `--graphs`, forward passes on CUDA are also replayed. With
-`--peer`, assisted generation of transformers drafts as many tokens with the same models, and the times of its steps are
-compared; with random weights it accepts none of them. The last line is one JSON object. Does not need pydantic.
+A fixed pattern of accepted tokens replaces verification. The output shows the microseconds of each phase and those in
+which the device was busy; the difference is idle time. `--graphs` also measures replayed CUDA graphs. `--peer` also
+measures the steps of assisted generation in transformers, with the same models and number of draft tokens; with random
+weights it accepts no draft token. The last line of the output is one JSON object. Pydantic is not required.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ SHAPES = {
     "mini": (128, 256, 4, 4, 2000, 2),
     "micro": (64, 128, 1, 4, 2000),
 }
-"""Hidden, width of the MLP, layers, heads, vocabulary and, where they are fewer, heads of keys."""
+"""Hidden size, MLP width, layers, heads, vocabulary size and, if there are fewer, key-value heads."""
 METHODS: dict[str, dict[str, Any]] = {
     "autoregressive": {}, "speculative": {}, "multi-candidate": {"k_config": "2x1x1x1"}, "medusa": {"tree": "2x1"},
     "slim-s": {"num_sequences": 4}, "slim-l": {},
@@ -54,7 +54,7 @@ SPAN = "draftsmith phase: "
 
 
 class BusyProfile:
-    """Profile of the time in which each phase keeps the device busy. It synchronises, so wall times are not valid."""
+    """Profile of the device's busy time by phase. It synchronises, so wall times are not valid."""
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self._cuda = torch.device(device).type == "cuda"
@@ -115,7 +115,7 @@ class FixedPattern(Verifier):
         here_BN = torch.arange(tree.nodes, device=parents_BN.device).expand_as(parents_BN)
         follows_BN = (parents_BN >= 0) & (tree.depth_BN <= wanted)
         next_BN1 = torch.nn.functional.pad(here_BN, (0, 1)).clone()
-        # Of several children the first: they are written from the last to the first.
+        # If a node has several children, the first one is accepted.
         places_BN = torch.where(follows_BN, parents_BN, tree.nodes).flip(1)
         next_BN1.scatter_reduce_(1, places_BN, here_BN.flip(1), "amin", include_self=False)
         last_B, verdict = follow_path(proposal, next_BN1)
@@ -126,7 +126,7 @@ class FixedPattern(Verifier):
 def steps_of(
     target: LanguageModel, method: Method, context: int, batch: int, limits: Limits, profile: Profile | None = None
 ) -> tuple[int, int, float]:
-    """Return the tokens of all rows, the steps and their seconds without prefill."""
+    """Return the number of new tokens of all rows, the number of steps and their seconds, without prefill."""
     rng, prompts = Rng.for_rows(0, batch, target.device), [[1] * context for _ in range(batch)]
     steps = generate(target, *method, prompts, limits, Sampling(), rng, profile)
     next(steps)
@@ -151,7 +151,7 @@ def assisted(target: Any, drafter: Any, context: int, tokens: int, gamma: int) -
 
 
 def measured(pair: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Return the times of every method of a pair by label, batch and context."""
+    """Measure every method with a pair of shapes, by label, batch size and context length."""
     dtype, gamma, tokens = getattr(torch, options.dtype), options.gamma, 32 if options.quick else 128
     positions = max(options.context) + 2 * tokens + 64
     sizes = [SHAPES[shape] for shape in pair.split("-")]
@@ -164,7 +164,7 @@ def measured(pair: str, options: argparse.Namespace) -> dict[str, Any]:
         target, drafter = (wrap_model(model, graphs=kind == "graphs") for model in models)
         for label, given in METHODS.items():
             given = {"gamma": gamma} if label == "speculative" else given
-            # Beside graphs, plain forwards only at the first: launches are what they wait for, whatever the size.
+            # With --graphs, plain forwards are measured at one size only, since launches dominate their time.
             first = slice(1 if options.graphs and kind == "plain" else None)
             for batch in options.batch[first]:
                 for context in options.context[first]:
@@ -196,14 +196,14 @@ def measured(pair: str, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = parser_of(__doc__, "32 tokens of each", gamma=4)
-    parser.add_argument("pairs", nargs="+", metavar="TARGET-DRAFTER", help=f"of {', '.join(SHAPES)}")
+    parser = parser_of(__doc__, "decode 32 tokens per row", gamma=4)
+    parser.add_argument("pairs", nargs="+", metavar="TARGET-DRAFTER", help=f"shapes: {', '.join(SHAPES)}")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--batch", type=int, nargs="+", default=[1])
-    parser.add_argument("--context", type=int, nargs="+", default=[64], help="tokens of the prompts")
-    parser.add_argument("--graphs", action="store_true", help="replayed forwards beside plain ones; on CUDA")
-    parser.add_argument("--peer", action="store_true", help="transformers' assisted generation beside")
+    parser.add_argument("--context", type=int, nargs="+", default=[64], help="prompt lengths (default: 64)")
+    parser.add_argument("--graphs", action="store_true", help="also measure replayed forwards (CUDA only)")
+    parser.add_argument("--peer", action="store_true", help="also measure assisted generation of transformers")
     options = parser.parse_args()
     found = {}
     for pair in options.pairs:

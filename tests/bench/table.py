@@ -1,4 +1,4 @@
-"""Bigram tables: speed and memory of counting, and the latency of loading a finished table and of lookups.
+"""Measure bigram tables: speed and memory of counting, and the latency of loading and of lookups.
 
     python tests/bench/table.py [--quick] [--parts count zipf load lookup text]
 
@@ -7,15 +7,15 @@ documents of 1,000 and of 20 tokens; millions of tokens per second, best of thre
 from the first `add` to the last run on disk for 32,000 tokens and documents of 1,000. `with_table` also covers the
 merge to the finished file. `by_cpu` divides by half the processor time, for two threads.
 
-`zipf`: 10 million, 100 million and one billion tokens (not with `--quick`) are counted to a finished file, each in a
-separate process; seconds, and its peak resident size `peak_mb`.
+`zipf`: 10 million, 100 million and one billion tokens (not with `--quick`) are counted into a finished file, each in a
+separate process. The results are the seconds and the peak resident size (`peak_mb`).
 
 `load`: bytes of a file with ten million entries, seconds until `BigramTable.load` has read and checked it (with and
 without its pages in the page cache), and the memory that the process then holds apart from mapped files.
 
 `lookup`: microseconds of SLiM's lookup of 4 x 10 x 10 pairs at batch size 8, in tables of one and of ten million
 entries. `warm` repeats the same pairs, the unnamed value uses other pairs each time, and `cold` also overwrites the
-processor's caches in between. Also one row of distributions for `bigram`, and the lookup of a greedy draft.
+processor's caches in between. `next` and `next_greedy` are the lookups of the `bigram` drafter for one row.
 
 `text_vs_tokenizer`: tokens per second of the whole recipe from the file of conversations to the artifact, over those of
 the fastest tokenizer for the vocabulary on all cores with all messages in memory; interleaved, median of the ratios.
@@ -59,7 +59,7 @@ ROWS, LEVELS, WIDTH = 8, 4, 10
 
 
 def zipf_tokens(vocab_size: int, size: int, seed: int) -> np.ndarray:
-    """Return independent tokens, int32 [size]; that of rank k has a probability proportional to 1 / k."""
+    """Return independent tokens, int32 [size]; the token of rank k has a probability proportional to 1 / k."""
     cumulated_V = np.cumsum(1 / np.arange(1, vocab_size + 1))
     id_of_rank_V = np.random.default_rng(0).permutation(vocab_size).astype(np.int32)
     drawn_T = np.random.default_rng(seed).random(size) * cumulated_V[-1]
@@ -67,7 +67,7 @@ def zipf_tokens(vocab_size: int, size: int, seed: int) -> np.ndarray:
 
 
 def count(folder: Path, quick: bool) -> dict[str, Any]:
-    """Return the speed of counting from memory by vocabulary and length of documents."""
+    """Measure the speed of counting from memory by vocabulary size and document length."""
     batches = 48 if quick else 256
     result: dict[str, Any] = {}
     for vocab_size in VOCABULARIES:
@@ -83,7 +83,7 @@ def count(folder: Path, quick: bool) -> dict[str, Any]:
 
 
 def _counted_once(folder: Path, vocab_size: int, stream: np.ndarray, starts: np.ndarray) -> dict[str, float]:
-    """Return millions of tokens per second."""
+    """Count a stream once; return millions of tokens per second with and without the final merge."""
     with tempfile.TemporaryDirectory(dir=folder) as name:
         start, used = time.perf_counter(), processor_seconds()
         with PairCounter(vocab_size, Path(name) / "runs", threads=THREADS) as counter:
@@ -98,7 +98,7 @@ def _counted_once(folder: Path, vocab_size: int, stream: np.ndarray, starts: np.
 
 
 def zipf(folder: Path, quick: bool) -> dict[str, Any]:
-    """Return time and memory by number of tokens."""
+    """Measure time and memory of counting by number of tokens."""
     points = []
     for tokens in (10**7, 10**8, *(() if quick else (10**9,))):
         with tempfile.TemporaryDirectory(dir=folder) as name:
@@ -108,12 +108,12 @@ def zipf(folder: Path, quick: bool) -> dict[str, Any]:
 
 
 def draw(rng: np.random.Generator, *shape: int) -> np.ndarray:
-    """Return token ids, with low ones more often, as tokenizers number them."""
+    """Return random token ids; low ids are more frequent, as in real tokenizers."""
     return (VOCAB * rng.random(shape, dtype=np.float32) ** 3).astype(np.int64)
 
 
 def random_table(folder: Path, entries: int) -> Path:
-    """Return the folder of a table with exactly this number of entries, whose counts have a long tail."""
+    """Write a table with exactly `entries` entries and long-tailed counts; return its folder."""
     rng, keys_E = np.random.default_rng(0), np.zeros(0, dtype=np.uint32)
     while len(keys_E) < entries:
         keys_X = (draw(rng, 2 * entries) * VOCAB + draw(rng, 2 * entries)).astype(np.uint32)
@@ -126,7 +126,7 @@ def random_table(folder: Path, entries: int) -> Path:
 
 
 def load(folder: Path, quick: bool) -> dict[str, Any]:
-    """Load ten million entries, each time in a separate process."""
+    """Measure loading a table of ten million entries, each time in a separate process."""
     place = random_table(folder, SIZES["10m"])
     found: dict[str, list[tuple[float, float]]] = {"load_sec": [], "load_disk_sec": []}
     for _ in range(3 if quick else 7):
@@ -152,7 +152,7 @@ def _drop(file: Path) -> None:
 
 
 def lookup(folder: Path, quick: bool) -> dict[str, Any]:
-    """Return the times of SLiM's lookups and the drafter's distributions."""
+    """Measure SLiM's lookups and the bigram drafter's distributions."""
     results: dict[str, Any] = {}
     for name, entries in SIZES.items():
         table = BigramTable.load(random_table(folder, entries))
@@ -205,13 +205,13 @@ def _microseconds(job: Callable[..., Any], inputs: Sequence[Any], cold: bool, ru
 
 
 def text(folder: Path, quick: bool) -> dict[str, Any]:
-    """Compare counting from text with the tokenizer only."""
+    """Compare the speed of counting a table from text with that of tokenisation only."""
     corpus, tokenizer_folder = defaults(folder)
     tokenizer = load_tokenizer(str(tokenizer_folder))
     file = folder / "repeated.jsonl"
     write_conversations(repeated(corpus, 4 if quick else 24), file)
     texts = [turn.text for chat in read_conversations(str(file)) for turn in chat.turns]
-    # conversations held out are not counted: next to none are
+    # held-out conversations are not counted, so almost none are held out
     data = {"source": str(file), "heldout_share": 1e-9, "cache": str(folder / "cache")}
     numbers = iter(range(1_000_000))
 
@@ -235,8 +235,8 @@ def text(folder: Path, quick: bool) -> dict[str, Any]:
 
 def main() -> None:
     ways = {"count": count, "zipf": zipf, "load": load, "lookup": lookup, "text": text}
-    parser = parser_of(__doc__, "some minutes; leaves out the billion tokens")
-    parser.add_argument("--parts", nargs="+", choices=ways, default=list(ways))
+    parser = parser_of(__doc__, "take a few minutes; skip the billion tokens")
+    parser.add_argument("--parts", nargs="+", choices=ways, default=list(ways), help="default: all")
     arguments = parser.parse_args()
     result: dict[str, Any] = {}
     for part in arguments.parts:

@@ -1,11 +1,11 @@
-"""Published chat templates: which of them can render prompts and training documents.
+"""Check which published chat templates can render prompts and training documents.
 
     python tests/bench/templates.py [FOLDER ...]
 
 The templates are those of trl 1.16 and axolotl 0.19, without the `_training` variants of trl. They are read from the
 unpacked wheels in FOLDER, or downloaded from the package index. Each template gets a small tokenizer with its special
-tokens. Two exchanges are rendered and compared with `apply_chat_template`. Prints a Markdown table; the last line is
-one JSON object.
+tokens. Two exchanges are rendered and compared with `apply_chat_template`. Prints a Markdown table. The last line of
+the output is one JSON object.
 """
 
 import argparse
@@ -41,7 +41,7 @@ TURNS = (Turn("user", "hello world"), Turn("assistant", "the answer"), Turn("use
 
 
 def fetched(folder: Path) -> Path:
-    """Download and unpack the wheels."""
+    """Download and unpack the wheels into the folder, and return it."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), *WHEELS]
     subprocess.run(command, check=True)
     for wheel in folder.glob("*.whl"):
@@ -50,7 +50,7 @@ def fetched(folder: Path) -> Path:
 
 
 def outcomes(folders: list[Path]) -> Iterator[tuple[str, bool, str]]:
-    """Yield each template's name, whether its prompts are right, and "" or why it cannot be trained with."""
+    """Yield each template's name, whether its prompts are correct, and its training fault ("" if there is none)."""
     places = [(place.partition("/")[0], folder / place) for folder in folders for place in PLACES]
     for package, file in ((package, file) for package, place in places for file in sorted(place.glob("*.jinja"))):
         if file.stem.endswith("_training"):
@@ -65,7 +65,7 @@ def outcomes(folders: list[Path]) -> Iterator[tuple[str, bool, str]]:
 
 
 def served(tokenizer: Any, template: Template, turns: int, *, prompt: bool) -> list[int]:
-    """Return what transformers renders."""
+    """Return the token ids that transformers renders for the first turns."""
     messages: list[dict[str, Any]] = [{"role": turn.role, "content": turn.text} for turn in TURNS[:turns]]
     messages = in_parts(messages) if template.parts else messages
     options = {"add_generation_prompt": prompt, "return_dict": False, "date_string": "26 Jul 2024"}
@@ -73,14 +73,14 @@ def served(tokenizer: Any, template: Template, turns: int, *, prompt: bool) -> l
 
 
 def fault(tokenizer: Any, template: Template) -> str:
-    """Return why the documents of a conversation are wrong, or ""."""
+    """Return the reason why rendered training documents are wrong, or "" if they are correct."""
     try:
         made = list(Renderer(template, tokenizer, None)([Conversation("c", TURNS)]))
     except ValueError as error:
         return str(error)
     same = all(each.ids.tolist() == served(tokenizer, template, 2 * each.last + 2, prompt=False) for each in made)
     faults = [found for each in made if (found := Linter(tokenizer, template).check(each))]
-    return "" if same and not faults and sum(len(each.spans) for each in made) == 2 else f"{faults or 'other ids'}"
+    return "" if same and not faults and sum(len(each.spans) for each in made) == 2 else f"{faults or 'different ids'}"
 
 
 def main() -> None:

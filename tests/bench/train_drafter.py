@@ -1,12 +1,12 @@
-"""Training of a drafter of 68M shape: speed against the Hugging Face Trainer, memory of the loss, cost of a teacher.
+"""Measure the training of a 68M drafter: speed relative to the Hugging Face Trainer, loss memory and teacher cost.
 
     python tests/bench/train_drafter.py [--quick] [--parts trainer loss teacher] [--rounds 3]
 
-Corpus and tokenizer are those of data.py. Both sides train on the same rendered documents and labels with AdamW,
-float32 and batch size 4; runs are interleaved. `fit` packs documents into blocks of 2,048 tokens, and `Trainer.train`
-pads one document per row to the longest of its batch. Tokens per second exclude padding; `vs_hf_trainer` is the ratio
-of the totals. `loss_memory_ratio` is the peak memory of chunked cross entropy beyond inputs and gradients, divided by
-that of full logits, each in a separate process. The last line is one JSON object.
+Corpus and tokenizer are those of data.py. Both trainers use the same rendered documents and labels with AdamW, float32
+and batch size 4; runs are interleaved. `fit` packs documents into blocks of 2,048 tokens, and `Trainer.train` pads one
+document per row to the longest of its batch. Tokens per second exclude padding; `vs_hf_trainer` is the ratio of the
+total speeds. `loss_memory_ratio` is the peak memory of chunked cross-entropy beyond inputs and gradients, divided by
+that of full logits, each in a separate process. The last line of the output is one JSON object.
 """
 
 import statistics
@@ -43,7 +43,7 @@ def model_of(vocab: int, positions: int, layers: int = 2, seed: int = 0) -> Llam
 
 
 def documents(folder: Path, block: int, rows: int) -> tuple[PreparedData, int]:
-    """Return conversations as prepared data, and the vocabulary size."""
+    """Prepare conversations as training data; return them and the vocabulary size."""
     with tempfile.TemporaryDirectory() as made:
         corpus, tokenizer_folder = defaults(Path(made))
         tokenizer = load_tokenizer(str(tokenizer_folder))
@@ -53,7 +53,7 @@ def documents(folder: Path, block: int, rows: int) -> tuple[PreparedData, int]:
 
 
 def rows_of(data: PreparedData) -> list[dict[str, Any]]:
-    """Return the same documents for the Trainer: one per row, in random order."""
+    """Return the documents of prepared data for the Trainer: one per row, in random order."""
     rows = []
     for batch in (data.batch([block]) for block in range(data.blocks)):
         numbers = batch.documents_BT[0]
@@ -87,7 +87,7 @@ class Watch(TrainerCallback):
 
 
 def trainer_round(model: Any, rows: list[dict[str, Any]], first: int, steps: int, folder: Path) -> tuple[int, float]:
-    """Return tokens and seconds of steps of `Trainer.train`."""
+    """Run steps of `Trainer.train` and return their number of tokens and seconds."""
     watch = Watch()
     part = [rows[i % len(rows)] for i in range(first * BATCH, (first + steps) * BATCH)]
     arguments = TrainingArguments(
@@ -100,7 +100,7 @@ def trainer_round(model: Any, rows: list[dict[str, Any]], first: int, steps: int
 
 
 def fit_round(task: DrafterTask, data: PreparedData, steps: int, folder: Path, seed: int) -> tuple[int, float]:
-    """Return tokens and seconds of steps of `fit`."""
+    """Run steps of `fit` and return their number of tokens and seconds."""
     config = FitConfig(
         steps=steps, global_batch=BATCH, micro_batch=BATCH, learning_rate=2e-5, schedule="constant", warmup=0.0,
         log_every=1, seed=seed, keep_checkpoints=1, evaluate_every=0, save_every=0,
@@ -143,14 +143,14 @@ def run_loss(way: str, hidden_XD: torch.Tensor, weight_VD: torch.Tensor, labels_
 
 
 def peak_of_loss(way: str, positions: int, vocab: int) -> tuple[int, float]:
-    """Return the peak bytes of cross-entropy beyond inputs and gradients, and its seconds, in this process."""
+    """Return the peak bytes of a cross-entropy loss beyond inputs and gradients, and its seconds, in this process."""
     torch.manual_seed(0)
     hidden_XD = torch.randn(positions, 768, requires_grad=True)
     weight_VD = torch.randn(vocab, 768, requires_grad=True)
     labels_X = torch.randint(vocab, (positions,))
     hidden_XD.grad, weight_VD.grad = torch.zeros_like(hidden_XD), torch.zeros_like(weight_VD)
     small = hidden_XD[:8].detach().requires_grad_()
-    run_loss(way, small, weight_VD, labels_X[:8])  # libraries take their own memory once
+    run_loss(way, small, weight_VD, labels_X[:8])  # libraries allocate their own memory once
     times, peak = peak_above(lambda: run_loss(way, hidden_XD, weight_VD, labels_X))
     return peak, times.wall
 
@@ -166,8 +166,7 @@ def memory_of_loss(positions: int, vocab: int) -> dict[str, Any]:
 
 
 def cost_of_teachers(folder: Path, block: int, rows: int, rounds: int) -> dict[str, Any]:
-    """Return the time of a step with each objective relative to cross-entropy, with a teacher of the drafter's
-    shape."""
+    """Return the step time of each objective relative to cross-entropy; the teacher has the drafter's shape."""
     data, vocab = documents(folder / "taught", block, rows)
     teacher, seeds = ModelTeacher(model_of(vocab, block, seed=1)), count()
     tasks = {
@@ -184,13 +183,13 @@ def cost_of_teachers(folder: Path, block: int, rows: int, rounds: int) -> dict[s
     }
     ratios = {name: value / medians["cross-entropy"] for name, value in medians.items()}
     for name, ratio in ratios.items():
-        print(f"  {name:16} {1 / medians[name]:7.0f} tokens/s  {ratio:.2f} x the time of cross entropy")
+        print(f"  {name:16} {1 / medians[name]:7.0f} tokens/s  {ratio:.2f} x the time of cross-entropy")
     return {"cost_vs_cross_entropy": ratios}
 
 
 def main() -> None:
-    parser = parser_of(__doc__, "blocks of 512 tokens, one round", rounds=3)
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser = parser_of(__doc__, "use blocks of 512 tokens and one round", rounds=3)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="default: all")
     options = parser.parse_args()
     block, rounds = (512, 1) if options.quick else (2048, options.rounds)
     results: dict[str, Any] = {"block_tokens": block, "batch": BATCH, "rounds": rounds}

@@ -1,20 +1,20 @@
-"""Loss of prediction heads: memory and time compared with logits of all heads at once; on a GPU, a complete step.
+"""Measure the loss of prediction heads: memory and time relative to a naive implementation, or a step on a GPU.
 
     python tests/bench/train_heads.py [--quick] [--hidden 768 4096] [--rounds 3]
     python tests/bench/train_heads.py --gpu-shape [--rounds 10]
 
 Four heads, 2 x 2,048 tokens, a vocabulary of 32,000, float32 and random numbers. `naive` computes logits [B, T, K, V],
 `F.cross_entropy` for each head (`F.kl_div` with soft targets: forward KL to the target's distributions) and autograd.
-Memory is the peak of forward and backward pass beyond inputs and parameter gradients. Each side runs in a separate
-process that has run products of this size before, since libraries keep memory per thread. `loss_memory_ratio` divides
-it by the naive logits, and `..._to_naive` by the memory of `naive`; `..._without_features_gradient` leaves that
-gradient out. Times of both sides and of the matrix products only are interleaved. `time_ratio` is the median of fused /
-naive; `products_ratio` is that of products / naive, a lower bound for exact methods. Keys of the larger shapes end in
-their hidden size.
+Memory is the peak of forward and backward pass beyond inputs and parameter gradients. Each implementation runs in a
+separate process that has run products of this size before, since libraries keep memory per thread. `loss_memory_ratio`
+divides the memory of `fused` by that of the naive logits, and `..._to_naive` by the memory of `naive`;
+`..._without_features_gradient` excludes that gradient. Runs of both implementations and of the matrix products only are
+interleaved. `time_ratio` is the median of fused / naive; `products_ratio` is that of products / naive, a lower bound
+for exact methods. Keys of the larger shapes end in their hidden size.
 
 `--gpu-shape`: a Llama of the 7B shape with random weights in bfloat16 and four heads of one block in float32, trained
-on 2 x 2,048 tokens per step under autocast with AdamW: tokens/s, peak memory, and the target's share of a step. The
-last line is one JSON object.
+on 2 x 2,048 tokens per step under autocast with AdamW. The results are tokens/s, peak memory, and the target's share of
+a step. The last line of the output is one JSON object.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ WEIGHTS = {"hard": {"cross-entropy": 1.0}, "soft": {"forward-kl": 1.0}}
 
 @dataclass
 class Inputs:
-    """Inputs of both sides, whose gradients are dropped before every run."""
+    """Inputs of both implementations. Their gradients are cleared before every run."""
 
     features_XKD: Tensor
     projections: list[Tensor]
@@ -64,7 +64,7 @@ class Inputs:
         target_VD = torch.randn(VOCAB, hidden) * hidden**-0.5
         return cls(
             torch.randn(positions, HEADS, hidden).requires_grad_(),
-            [target_VD.clone().requires_grad_() for _ in range(HEADS)],  # what heads begin as
+            [target_VD.clone().requires_grad_() for _ in range(HEADS)],  # the heads' initial weights
             labels_XK,
             DenseTeacher(torch.randn(positions, hidden), target_VD),
             torch.where(labels_XK == IGNORED, -1, ahead_XK),
@@ -80,7 +80,7 @@ class Inputs:
 
 
 def fused(inputs: Inputs, kind: str) -> float:
-    """Run the fused loss with its gradients."""
+    """Run forward and backward pass of the fused loss; return the loss."""
     given = (inputs.features_XKD, inputs.projections, inputs.labels_XK)
     taught = (inputs.teacher, inputs.rows_XK) if kind == "soft" else ()
     sums_K, counts_K = heads_mixture(WEIGHTS[kind], *given, *taught)
@@ -90,7 +90,7 @@ def fused(inputs: Inputs, kind: str) -> float:
 
 
 def naive(inputs: Inputs, kind: str) -> float:
-    """Return the loss of a direct implementation."""
+    """Run forward and backward pass of a direct implementation; return the loss."""
     positions = len(inputs.labels_XK)
     features_BTKD = inputs.features_XKD.unflatten(0, (BLOCKS, positions // BLOCKS))
     logits_BTKV = torch.stack([features_BTKD[:, :, k] @ w_VD.T for k, w_VD in enumerate(inputs.projections)], dim=2)
@@ -111,7 +111,7 @@ def naive(inputs: Inputs, kind: str) -> float:
 
 @torch.no_grad()
 def products(inputs: Inputs, kind: str, chunk: int = 512) -> None:
-    """Run only the matrix products of the loss and its gradients, into allocated memory."""
+    """Run only the matrix products of the loss and its gradients, into preallocated memory."""
     features_XD = inputs.features_XKD[:, 0].detach().contiguous()
     hidden = features_XD.shape[1]
     grad_VD = torch.zeros(VOCAB, hidden)
@@ -130,10 +130,10 @@ SIDES: dict[str, Callable[[Inputs, str], float]] = {"fused": fused, "naive": nai
 
 
 def memory_of(side: str, kind: str, hidden: int, tokens: int) -> dict[str, float]:
-    """Return the bytes that a side takes, and its seconds, in this process."""
+    """Return the peak bytes, seconds and loss of an implementation, measured in this process."""
     run, inputs = SIDES[side], Inputs.of(hidden, tokens)
-    run(Inputs.of(8, 8), kind)  # libraries take their own memory once
-    products(inputs, kind, BLOCKS * tokens)  # so does each thread of the matrix library, by the size of the product
+    run(Inputs.of(8, 8), kind)  # libraries allocate their own memory once
+    products(inputs, kind, BLOCKS * tokens)  # matrix libraries allocate memory per thread and product size
     times, peak = peak_above(lambda: run(inputs, kind))
     parameters = sum(weight.grad.nbytes for weight in inputs.projections if weight.grad is not None)
     return {"bytes": peak - parameters, "seconds": times.wall, "loss": times.result}
@@ -203,7 +203,7 @@ def on_processor(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def whole_step(shape: str, tokens: int, rounds: int, device: str) -> dict[str, Any]:
-    """Return the times of training steps of heads on a random target, and the target's share."""
+    """Measure training steps of heads on a random target, and the target's share of their time."""
     results: dict[str, Any] = {"shape": shape, "block_tokens": tokens, "blocks": BLOCKS, "heads": HEADS}
     target = random_llama(SHAPES[shape], tokens, device, torch.bfloat16)
     weight_VD = target.lm_head.weight.detach()
@@ -246,10 +246,10 @@ def whole_step(shape: str, tokens: int, rounds: int, device: str) -> dict[str, A
 
 
 def main() -> None:
-    parser = parser_of(__doc__, "2 x 128 tokens, hidden 768, two rounds", rounds=3)
-    parser.add_argument("--hidden", type=int, nargs="+")
-    parser.add_argument("--gpu-shape", action="store_true", help="a whole step on a CUDA device")
-    parser.add_argument("--tokens", type=int, help="of a block")
+    parser = parser_of(__doc__, "use 2 x 128 tokens, hidden size 768 and two rounds", rounds=3)
+    parser.add_argument("--hidden", type=int, nargs="+", help="hidden sizes (default: 768 4096)")
+    parser.add_argument("--gpu-shape", action="store_true", help="measure a complete step on a CUDA device")
+    parser.add_argument("--tokens", type=int, help="tokens per block")
     parser.add_argument("--shape", choices=list(SHAPES), default="7b", help=argparse.SUPPRESS)
     options = parser.parse_args()
     device = "cpu"
@@ -258,7 +258,7 @@ def main() -> None:
     else:
         device = "cuda" if torch.cuda.is_available() else "cpu"
         if device == "cpu" and options.shape != "tiny":
-            raise SystemExit("--gpu-shape needs a CUDA device, and there is none")
+            raise SystemExit("--gpu-shape requires a CUDA device, and none is available")
         tokens = options.tokens or (2048 if options.shape == "7b" else 64)
         results = whole_step(options.shape, tokens, options.rounds, device)
     finish(results, device)

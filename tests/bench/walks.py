@@ -1,4 +1,4 @@
-"""Count the files that three commands pass through, and their calls into a higher package.
+"""Count the files whose functions three commands call, and their calls into a higher package.
 
     python tests/bench/walks.py
 
@@ -38,7 +38,7 @@ WALKS = {
 
 
 def make_folder() -> None:
-    """Write rows, a target and a drafter with their tokenizer into the current directory."""
+    """Write conversations, a target and a drafter with their tokenizer into the current directory."""
     rng = random.Random(0)
     words = ["".join(rng.choices("abcdefghij", k=5)) for _ in range(200)]
     said = [" ".join(rng.choices(words, k=8)) for _ in range(240)]
@@ -57,12 +57,12 @@ def make_folder() -> None:
 
 
 def walk(command: str, recipe: dict[str, Any]) -> dict[str, int]:
-    """Run a command in a fork under a profile; return the files with called functions, and the climbs."""
+    """Run a command in a profiled child process; return the numbers of files with called functions and of climbs."""
     passed: set[str] = set()
     climbs: set[tuple[str, str]] = set()
 
     def inside(path: str) -> str:
-        """Return the path relative to the package, or "" outside of its rooms."""
+        """Return the path relative to the package, or "" if it is outside of the rooms."""
         relative = path.removeprefix(f"{ROOT}/") if path.startswith(f"{ROOT}/") else ""
         return relative if relative.partition("/")[0] in ROOMS else ""
 
@@ -103,5 +103,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    argparse.ArgumentParser(description=__doc__).parse_args()  # common.py would import what the walks are to import
+    argparse.ArgumentParser(description=__doc__).parse_args()  # not with common.py, which imports the package
     main()
