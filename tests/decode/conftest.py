@@ -1,9 +1,9 @@
 """Fixtures of the decoding tests: Markov chains as models, and random numbers for thousands of rows.
 
-Yin et al. 2024 simulate in the same way: another table stands at every position.
+As in the simulations of Yin et al. 2024 (arXiv 2411.00841), every position has its own transition table.
 
-Shape letters: B batch, M new tokens, T positions, V states, X anything. In tables [T, V, V] the last index is the next
-state, the one before it the last.
+Shape letters: B batch, M new tokens, T positions, V states, X anything. In tables [T, V, V] the last two indices are
+the previous and the next state.
 """
 
 from collections.abc import Callable
@@ -22,8 +22,8 @@ from transformers import LlamaForCausalLM
 class MarkovModel(LanguageModel):
     """Model with known distributions: `tables_TVV[n, x]` is the distribution after state x at position n.
 
-    Positions beyond the last table use the last one. There are no layers, so the cache holds lengths and nothing else;
-    a hidden state is the number of a table's row, which float32 holds exactly.
+    Positions beyond the last table use the last table. There are no layers, so the cache only contains lengths. A
+    hidden state is the index of a table's row, which float32 represents exactly.
     """
 
     def __init__(self, tables_TVV: Tensor) -> None:
@@ -48,7 +48,7 @@ class MarkovModel(LanguageModel):
 
 
 class OneStream(Rng):
-    """Random numbers of all rows from one generator, so that rows depend on each other and thousands are cheap."""
+    """Random numbers of all rows from one generator: rows are not reproducible separately, but many rows are cheap."""
 
     def __init__(self, seed: int, rows: int) -> None:
         self.device = torch.device("cpu")
@@ -77,11 +77,11 @@ def speculative(drafter: LlamaForCausalLM) -> CustomGenerate:
 
 @pytest.fixture
 def make_markov() -> type[MarkovModel]:
-    """Return a function that makes a model whose next token depends on the last token and its position."""
+    """Return the class of models whose next token depends only on the last token and its position."""
     return MarkovModel
 
 
 @pytest.fixture
 def make_stream() -> type[OneStream]:
-    """Return a function that makes an `Rng` for thousands of rows."""
+    """Return the class of an `Rng` for thousands of rows."""
     return OneStream

@@ -1,4 +1,4 @@
-"""The decoding loop: greedy identity with transformers, ragged batches, stop rules and refusals."""
+"""The decoding loop: greedy identity with transformers, ragged batches, stopping rules and invalid inputs."""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -79,7 +79,7 @@ def test_a_drafter_that_is_the_target_is_always_accepted(target_model: LlamaForC
     target = wrap_model(target_model)
     options = {"multi-candidate": {"k_config": "2x1x1x1"}, "mjsd": {"num_beams": 1}}.get(name, {})
     output, steps = run(target, name, Parts(drafter=target), PROMPTS[:1], Limits(30), **options)
-    assert len(steps) == 6  # four drafted tokens and an extra one a step
+    assert len(steps) == 6  # four draft tokens and a bonus token per step
     assert output[0] == greedy(target_model, PROMPTS[0], 30)
 
 
@@ -106,7 +106,7 @@ def test_a_rows_sample_does_not_depend_on_its_neighbours(
 def test_a_drafter_reads_many_tokens_in_a_ragged_batch(
     target_model: LlamaForCausalLM, make_llama: Callable[..., LlamaForCausalLM]
 ) -> None:
-    """The second drafter is rejected for a long time, and then has more tokens to read than the other row has."""
+    """The second drafter is rejected in many steps. It then reads more tokens than the other row contains."""
     near = make_llama(VOCAB, seed=0, num_hidden_layers=3)
     with torch.no_grad():
         near.lm_head.weight += 0.05 * torch.randn(near.lm_head.weight.shape, generator=torch.Generator().manual_seed(2))
@@ -216,7 +216,7 @@ def test_wrong_options_and_missing_artifacts_are_refused(
 
 
 def test_a_row_that_has_ended_does_not_run_past_learned_positions() -> None:
-    """The longer row ends first, at the model's last position, while the other continues."""
+    """The longer row ends first, at the model's last position, and the shorter row continues."""
     torch.manual_seed(0)
     sizes = {"vocab_size": 32, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 24}
     target_model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", **sizes)).eval()
@@ -285,7 +285,7 @@ def test_a_long_prompt_is_read_in_parts(
 
 
 def test_beams_equal_those_of_transformers(target_model: LlamaForCausalLM) -> None:
-    """No token ends a text, so lengths are not penalised. A hundred prompts are decoded with and without a drafter."""
+    """There is no end token, so that lengths are not penalised. A hundred prompts are decoded with a drafter."""
     draws, target = torch.Generator().manual_seed(7), wrap_model(target_model)
     prompts = [torch.randint(1, VOCAB, (length % 9 + 1,), generator=draws).tolist() for length in range(100)]
     options = {"num_beams": 4, "draft_beams": 8, "draft_gamma": 2}

@@ -1,8 +1,7 @@
 """The joint distribution of three tokens equals the target's under every lossless method.
 
-A chi-square test over all 7^3 outcomes. Each test is wrong about a correct method with probability `FALSE_ALARM`; the
-last tests show that methods with a wrong residual, a wrong order of the tries or a wrong ρ are found out with the same
-threshold.
+The tests are chi-square tests over all 7^3 outcomes. A correct method fails a test with probability `FALSE_ALARM`. The
+last tests show that the same threshold detects a wrong residual, a mismatch of replacement and a wrong ρ.
 """
 
 import itertools
@@ -117,7 +116,7 @@ MakeStream = Callable[[int, int], Rng]
 
 
 def exact_distribution(model: LlamaForCausalLM, sampling: Sampling) -> torch.Tensor:
-    """Return the target's warped probability of each of the V^3 continuations, float64."""
+    """Return the warped target probability of each of the V^3 continuations, float64."""
     paths = torch.tensor(list(itertools.product(range(VOCAB), repeat=TOKENS)))
     ids = torch.cat((torch.tensor(PROMPT).expand(len(paths), -1), paths), 1)
     with torch.inference_mode():
@@ -139,7 +138,7 @@ def p_value(
     counts = torch.bincount(outcomes, minlength=VOCAB**TOKENS).double()
     expected = exact_distribution(target, sampling) * ROWS
     assert counts[expected == 0].sum() == 0, "a token of probability 0 was drawn"
-    rare = expected < 5  # outcomes too rare for the chi-square approximation are counted together
+    rare = expected < 5  # outcomes too rare for the chi-square approximation are merged
     observed = torch.cat((counts[~rare], counts[rare].sum()[None]))
     wanted = torch.cat((expected[~rare], expected[rare].sum()[None]))
     keep = wanted > 0
@@ -150,7 +149,7 @@ def p_value(
 def pair(
     make_llama: Callable[..., LlamaForCausalLM], make_heads: Callable[..., torch.nn.Module]
 ) -> tuple[LlamaForCausalLM, Parts]:
-    """Return a target, with drafters, heads and a table that all disagree with it."""
+    """Return a target and its draft artifacts, which all disagree with it."""
     target, *drafters = (make_llama(VOCAB, seed=seed, sharpness=1.5, **SMALL) for seed in range(3))
     drafters[0].config.pard_token = 5
     text = np.random.default_rng(0).integers(0, VOCAB, 40)
@@ -160,7 +159,7 @@ def pair(
     return target, Parts(first, make_heads(4, 16, VOCAB), table, (second,))
 
 
-# each case with one sampling, each sampling with a sixth of the cases; the others in `make slow`
+# Each case runs with one sampling and each sampling with a sixth of the cases; `make slow` runs all combinations.
 @pytest.mark.parametrize(
     ("name", "options", "sampling"),
     [
@@ -202,7 +201,7 @@ def test_drafters_that_read_the_targets_states_are_exact(
     options: dict[str, Any],
     sampling: Sampling,
 ) -> None:
-    """EAGLE-3 heads draft from the states of each row's committed tokens."""
+    """EAGLE-3 heads draft from the target's hidden states of each row's committed tokens."""
     target = make_llama(VOCAB, sharpness=1.5, **SMALL | {"num_hidden_layers": 2})
     heads = make_eagle(target, torch.tensor([0, 1, 2, 4, 6]))
     parts = Parts(EagleDrafter(heads), more_drafters=(EagleDrafter(heads),))
@@ -239,7 +238,7 @@ def test_block_verification_accepts_as_many_tokens_as_its_formula(make_stream: M
 
 
 def test_traversal_accepts_more_than_verification_from_the_root(make_stream: MakeStream) -> None:
-    """The difference exceeds five standard errors, which equal means exceed with probability 3e-7."""
+    """The difference must exceed five standard errors; with equal means, its probability would be 3e-7."""
     rows, vocab, tree = 100_000, 5, Tree.k_ary((2, 2))
     stream = torch.Generator().manual_seed(4)
     target_KV, draft_KV = torch.rand(2, 3, vocab, generator=stream).softmax(-1).pow(3)
@@ -281,7 +280,7 @@ def test_hardly_overlapping_supports(
     options: dict[str, Any],
     sampling: Sampling,
 ) -> None:
-    """Target and drafter have two tokens each, by top_k or by a low temperature, that mostly differ."""
+    """Target and drafter each put their mass on about two tokens, by top_k or a low temperature; most differ."""
     target = make_llama(VOCAB, seed=0, sharpness=3.0, **SMALL)
     drafter, other = (wrap_model(make_llama(VOCAB, seed=seed, sharpness=3.0, **SMALL), check=False) for seed in (9, 10))
     parts = Parts(drafter, more_drafters=(other,))
@@ -308,7 +307,7 @@ def test_extreme_drafters(
     options: dict[str, Any],
     kind: str,
 ) -> None:
-    """Drafters have nearly all probability on one token, equal logits, or two tokens missing."""
+    """Drafters put nearly all probability on one token, have equal logits, or lack two tokens."""
     target, parts = pair
     models = [make_llama(VOCAB, seed=seed, sharpness=1.5, **SMALL) for seed in (1, 2)]
     for model in models:
@@ -340,7 +339,7 @@ def test_extreme_drafters(
 def test_a_nearly_certain_drafter_leaves_the_target_distribution(
     make_stream: MakeStream, rule: Verifier, doubt: float
 ) -> None:
-    """1 - max q is `doubt`, which float32 rounds to 0 below 6e-8."""
+    """The drafter's largest probability is 1 - `doubt`, which float32 rounds to 1 if `doubt` is below 6e-8."""
     rows, target_V = 200_000, torch.tensor([0.5, 0.3, 0.2])
     draft_V = torch.tensor([0.0, math.log(doubt * 0.6), math.log(doubt * 0.4)]).softmax(0)
     rng = make_stream(7, rows)

@@ -1,4 +1,4 @@
-"""Logits that are NaN, infinite or all masked raise an error with their source and position, in every method."""
+"""NaN, infinite or fully masked logits raise an error that names their source and position, in every method."""
 
 import math
 from collections.abc import Callable
@@ -33,7 +33,7 @@ OF_HEADS = [(name, options) for name, options in VARIANTS if "heads" in method_c
 
 
 class Chain:
-    """Markov chain with one damaged logit, or all logits masked, at the state `BROKEN`."""
+    """Builder of Markov chains with one damaged logit, or only masked logits, at the state `BROKEN`."""
 
     def __init__(self, make_markov: Callable[[Tensor], Any]) -> None:
         self._make = make_markov
@@ -47,7 +47,7 @@ class Chain:
             model._logits_XV[rows] = bad
         elif bad is not None:
             model._logits_XV[rows, VOCAB - 2] = bad
-        model._logits_XV[:, 0] = -math.inf  # a token that is masked is no fault
+        model._logits_XV[:, 0] = -math.inf  # a single masked token is valid
         return model
 
 
@@ -115,7 +115,7 @@ def test_a_heads_logits_are_named(
 
 
 def test_damaged_logits_of_ended_rows_are_ignored(chain: Chain) -> None:
-    """The longer row ends with its stop token, where the logits are damaged. The other one ends before."""
+    """The logits are damaged after the stop token of the longer row. The shorter row ends earlier."""
     target = chain(0)
     method = build_method("autoregressive", Parts(), Sampling())
     (_, longer) = decoded("autoregressive", {}, target, Parts(), Sampling())

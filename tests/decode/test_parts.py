@@ -43,7 +43,7 @@ def test_trees_follow_their_branching(branching: tuple[int, ...]) -> None:
 
 
 def test_a_tree_is_copied_to_a_device_once() -> None:
-    """Repeated copies, such as of chains of many lengths, would synchronise."""
+    """Repeated copies of the same tree would synchronise with the device."""
     meta = torch.device("meta")
     for make in (lambda: Tree.chain(5), lambda: Tree.k_ary((2, 2))):
         assert make().to(torch.device("cpu")) is make()
@@ -92,7 +92,7 @@ def test_random_numbers_do_not_depend_on_other_rows() -> None:
         assert found.shape == (3, *shape)
         assert torch.equal(found[1], alone[0])
         seen |= set(found.flatten().tolist())
-    assert len(seen) == 3 * (4 + 1 + 800 + 1200 + 300 + 1000 + 1025 + 3), "no number comes twice"
+    assert len(seen) == 3 * (4 + 1 + 800 + 1200 + 300 + 1000 + 1025 + 3), "no number is repeated"
     assert torch.equal(together.exponential(2, 3)[1], second.exponential(2, 3)[0])
 
 
@@ -103,13 +103,13 @@ def test_best_paths_equal_enumeration(depth: int, candidates: int, wanted: int, 
     generator = torch.Generator().manual_seed(depth * 100 + wanted)
     log_probs = torch.randn(3, depth, candidates, generator=generator)
     first = torch.randn(3, candidates, generator=generator)
-    first[0, 0] = -torch.inf  # an unseen pair
+    first[0, 0] = -torch.inf  # a pair that was never counted
     links = 2 * torch.randn(3, depth - 1, candidates, candidates, generator=generator) if linked else None
     edges = log_probs[:, 1:, :, None].expand(-1, -1, -1, candidates)
     if links is not None:
         edges = edges + links.transpose(2, 3)
     lattice = Lattice(3, depth, candidates, wanted, "cpu", full)
-    for _ in range(2):  # a second search finds nothing of the first one's left
+    for _ in range(2):  # a second search must not depend on the state of the first
         parents_BN, depth_BN, place_BN = lattice.best_paths(first + log_probs[:, 0], edges)
     for row in range(3):
         scores: dict[tuple[int, ...], float] = {}
@@ -130,7 +130,7 @@ def test_best_paths_equal_enumeration(depth: int, candidates: int, wanted: int, 
                 found[node] = (*found[parent], int(place_BN[row, node]) % candidates)
                 assert int(depth_BN[row, node]) == len(found[node])
         assert set(found.values()) - {()} == expected
-        assert len(set(found.values())) == len(found)  # no prefix stands twice
+        assert len(set(found.values())) == len(found)  # no prefix is repeated
 
 
 def test_the_tally_follows_the_definitions() -> None:
@@ -150,7 +150,7 @@ def test_speedup_is_a_ratio_of_throughputs_with_an_interval() -> None:
     seconds = rng.uniform(0.9, 1.1, 40)
     value, interval = speedup_interval([100] * 40, seconds / 2, [100] * 40, seconds)
     assert value == pytest.approx(2.0)
-    assert interval == (pytest.approx(2.0), pytest.approx(2.0))  # paired: the noise of a prompt is in both
+    assert interval == (pytest.approx(2.0), pytest.approx(2.0))  # both times of a prompt have the same noise
     value, interval = speedup_interval([100] * 40, rng.uniform(0.4, 0.6, 40), [100] * 40, seconds)
     assert interval is not None
     assert interval[0] < value < interval[1]
@@ -158,7 +158,7 @@ def test_speedup_is_a_ratio_of_throughputs_with_an_interval() -> None:
 
 @pytest.mark.parametrize("shape", ["3x2x2", "0, 1, 0.0, 1.2, 0.0.1"])
 def test_typical_acceptance_by_hand(shape: str) -> None:
-    """The deepest path of tokens with p > min(ε, δ exp(-H)) is accepted (the most likely of equally deep ones)."""
+    """The deepest path of tokens with p > min(ε, δ exp(-H)) is accepted; the most likely path breaks ties."""
     tree, _ = parse_tree(shape)
     rows, vocab, epsilon, delta = 300, 12, 0.09, 0.3
     generator = torch.Generator().manual_seed(1)

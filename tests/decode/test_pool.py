@@ -1,4 +1,4 @@
-"""Continuous batching: each text equals that of the engine for its prompt."""
+"""Continuous batching: the pool decodes the same text for each prompt as the engine."""
 
 from collections.abc import Callable, Sequence
 
@@ -48,7 +48,7 @@ def test_every_text_equals_that_of_the_engine(
         found |= {tickets[ticket]: ids for ticket, ids in pool.step()}
     assert found == {n: decode_alone(target, prompt, n, limits, asked[n]) for n, prompt in enumerate(prompts)}
     ends = [ids[-1] in STOPS for ids in found.values()]
-    assert 0 < sum(ends) < 20, "some end by a stop token, some by the limit"
+    assert 0 < sum(ends) < 20, "some texts must end by a stop token, others by the limit"
 
 
 def test_a_conversation_reuses_the_cache_of_its_row(
@@ -75,7 +75,7 @@ def test_a_conversation_reuses_the_cache_of_its_row(
             turns[n] = [*prompt, *ids, 5 + n, 9]
         if not turn:
             read.clear()
-    assert max(read) == 2, "of later turns: the end of the answer before and the question, but for its last token"
+    assert max(read) == 2, "later turns read the end of the previous answer and the question without its last token"
     monkeypatch.undo()
     assert found == [decode_alone(target, prompt, 0, limits, sampling) for prompt in wanted]
 

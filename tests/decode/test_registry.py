@@ -27,7 +27,7 @@ def test_documentation_has_the_options_of_every_method(load_script: Callable[[Pa
 
 def test_help_lists_every_method() -> None:
     output = CliRunner().invoke(app, ["certify", "--help"], env={"COLUMNS": "1000"}).output
-    assert ",".join(METHODS) in "".join(output.split())  # lines may break at hyphens
+    assert ",".join(METHODS) in "".join(output.split())  # lines may wrap at hyphens
 
 
 def test_the_recipe_has_all_methods() -> None:

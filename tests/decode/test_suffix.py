@@ -26,7 +26,7 @@ Path = tuple[int, ...]
 
 
 class Row:
-    """Context with one row, as far as `start` reads it."""
+    """Context of one row with the only attribute that `start` reads."""
 
     lengths = (1,)
 
@@ -38,7 +38,7 @@ def started(nodes: int, depth: int, least: float, texts: TextStore | None = None
 
 
 def paths_of(parents: Sequence[int], tokens: Sequence[int]) -> list[Path]:
-    """Return the path to each node, in the order of the nodes."""
+    """Return the path of tokens to each node, in the order of the nodes."""
     paths: list[Path] = [()]
     for parent, token in zip(parents, tokens, strict=True):
         paths.append((*paths[parent], token))
@@ -46,7 +46,7 @@ def paths_of(parents: Sequence[int], tokens: Sequence[int]) -> list[Path]:
 
 
 def likely(text: list[int], texts: list[list[int]], guesses: list[dict[int, float]], depth: int) -> dict[Path, float]:
-    """Return the joint probability of every path by a search over all positions."""
+    """Compute the joint probability of every path by a search over all positions of all texts."""
     length = next((n for n in range(min(16, len(text) - 1), 0, -1) if text[-n:] in ends(text[:-1], n)), 0)
     start = max((end for end in range(length, len(text)) if text[end - length : end] == text[-length:]), default=0)
     own = tuple(text[start + step % (len(text) - start)] for step in range(depth)) if length else ()
@@ -137,7 +137,7 @@ def test_a_datastore_with_the_answer_is_always_accepted(target_model: LlamaForCa
 
 
 def test_rejections_lower_the_probability_of_matches() -> None:
-    """In a row whose matches were never accepted, the tree becomes empty."""
+    """The tree becomes empty in a row whose matches were never accepted."""
     proposer, text = started(4, 2, 0.15), np.array([1, 2, 1])
     assert [node.token for node in proposer.grow(0, text)] == [2]
 
@@ -154,9 +154,9 @@ def test_rejections_lower_the_probability_of_matches() -> None:
 def likeliest(
     after: Callable[[Path], list[float]], known: dict[Path, float], proposer: DynamicTree
 ) -> tuple[set[Path], int]:
-    """Return the paths of the nodes that `DynamicTree` should propose, and how many nodes are run.
+    """Return the paths that `DynamicTree` should propose, and the number of nodes that its drafter should run.
 
-    `known`: the joint probabilities of what follows the same words."""
+    `known` has the joint probabilities of paths from suffix matches."""
     joint, ran = {(): 1.0} | known, 0
 
     def best() -> list[Path]:
@@ -212,7 +212,7 @@ def test_dynamic_trees_with_suffixes_equal_a_plain_implementation(
             found = [path for path, parent in zip(paths, parents[row][1:], strict=True) if parent >= 0]
             assert set(found) == wanted[row]
             assert len(found) == len(wanted[row])
-        assert max(rans) <= sum(proposer._ran) <= sum(rans)  # the same for one row
+        assert max(rans) <= sum(proposer._ran) <= sum(rans)  # equal if there is one row
         sizes.append(len(found))
         return proposal
 

@@ -1,7 +1,7 @@
 """Properties of the methods besides their output distributions: what they propose and accept.
 
-Each is compared with something slow and plain: forwards of whole texts, enumerations of all sequences, other methods.
-Nothing here is statistical. Where a truth could hold because nothing happens, that something does is asserted.
+Each property is compared with a plain computation: forwards of whole texts, enumerations of all sequences, or another
+method. No test is statistical. Tests that could pass vacuously also assert that the property is exercised.
 
 Shape letters: B batch, S slots, T positions, N nodes, K heads, V vocabulary, E sequences enumerated.
 """
@@ -26,7 +26,7 @@ from draftsmith.decode.warpers import Sampling
 from transformers import LlamaForCausalLM
 
 GREEDY, PLAIN = Sampling(), Sampling(1.0)
-# No row of one token: heads, asked about it, hold all tokens equally likely, and which ones they name is arbitrary.
+# No prompt has a single token, since heads would find all tokens equally likely and their candidates arbitrary.
 PROMPTS = [[1, 2, 3], [5, 2], [9, 8, 7, 6, 5, 4, 3], [11, 0]]
 MakeLlama = Callable[..., LlamaForCausalLM]
 MakeMarkov = Callable[[torch.Tensor], LanguageModel]
@@ -34,7 +34,7 @@ MakeHeads = Callable[..., torch.nn.Module]
 
 
 class RecordingVerifier(Verifier):
-    """Verifier that records the proposals of another one."""
+    """Verifier that records the proposals to another verifier."""
 
     def __init__(self, verifier: Verifier) -> None:
         self.verifier, self.lossless, self.score_type = verifier, verifier.lossless, verifier.score_type
@@ -52,7 +52,7 @@ def trace(
     limits: Limits,
     prompts: Sequence[Sequence[int]] = PROMPTS,
 ) -> Iterator[tuple[list[int], list[int], int, list[int]]]:
-    """Return, by step and row, the text before, the drafted chain, and the numbers of accepted and new tokens."""
+    """Yield the text before, the drafted chain, the number of accepted tokens and the new tokens by step and row."""
     watching = RecordingVerifier(method.verifier)
     texts = [list(prompt) for prompt in prompts]
     rng = Rng.for_rows(0, len(prompts))
@@ -77,7 +77,7 @@ def run(
 
 @torch.no_grad()
 def log_probs(model: LlamaForCausalLM, ids: Sequence[Sequence[int]]) -> torch.Tensor:
-    """Return log-probabilities float64 [B, T, V] of texts of one length, by plain forward passes."""
+    """Return log-probabilities float64 [B, T, V] of texts of equal length from a plain forward pass."""
     return model(torch.tensor(ids)).logits.double().log_softmax(-1)
 
 
@@ -89,7 +89,7 @@ def greedy(model: LlamaForCausalLM, prompt: Sequence[int], count: int) -> list[i
 
 
 def make_pair(make_llama: MakeLlama, vocab: int, noise: float) -> tuple[LlamaForCausalLM, LlamaForCausalLM]:
-    """Return a target, and a drafter with the same weights and some noise, which often agrees with it."""
+    """Return a target and a drafter with the same weights plus noise, which often agrees with it."""
     target, drafter = (make_llama(vocab, seed=0, sharpness=2.0) for _ in range(2))
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -122,7 +122,7 @@ def test_mjsd_with_a_wide_beam_drafts_the_most_likely_sequence(make_llama: MakeL
 
 def test_mjsd_at_threshold_1_is_greedy_decoding(make_llama: MakeLlama) -> None:
     target = make_llama(16, seed=0)
-    drafter = wrap_model(target)  # even the target's own drafts are refused
+    drafter = wrap_model(target)  # rejects even the target's own drafts
     method = build_method("mjsd", Parts(drafter), GREEDY, gamma=3, num_beams=4, likelihood_threshold=1.0)
     output, steps = run(wrap_model(target), method, GREEDY, Limits(15))
     assert output == [greedy(target, prompt, 15) for prompt in PROMPTS]
@@ -131,7 +131,7 @@ def test_mjsd_at_threshold_1_is_greedy_decoding(make_llama: MakeLlama) -> None:
 
 @pytest.mark.parametrize("sampling", [GREEDY, PLAIN], ids=["greedy", "sampled"])
 def test_mjsd_keeps_the_longest_passing_prefix(make_llama: MakeLlama, sampling: Sampling) -> None:
-    """The prefixes are computed by plain forwards of both models. Some pass although a shorter one fails."""
+    """Expected prefixes come from plain forwards of both models. Some pass although a shorter prefix fails."""
     target, drafter = make_pair(make_llama, 16, noise=0.1)
     threshold, late, seen = 0.6, 0, set()
     method = build_method(
@@ -193,7 +193,7 @@ def test_the_oracle_drafts_only_accepted_tokens(make_llama: MakeLlama) -> None:
 def test_the_oracle_is_faster_than_any_fixed_length(
     make_markov: MakeMarkov, draft_cost: float, token_cost: float
 ) -> None:
-    """The drafter is nearly right after six of eight tokens, and wrong after the others."""
+    """The drafter is nearly exact after six of the eight tokens, and wrong after the other two."""
     target_VV = torch.from_numpy(np.random.default_rng(0).dirichlet(np.full(8, 1.0), 8))
     wrong_VV = torch.nn.functional.one_hot(target_VV.argmin(1), 8)
     draft_VV = torch.where(
@@ -223,7 +223,7 @@ def test_batch_speculative_is_a_k_configuration(make_llama: MakeLlama) -> None:
 
 
 class Recording(Proposer):
-    """Proposer that returns the first proposer's tree and records the second one's."""
+    """Proposer that returns the tree of the first proposer and records the trees of both."""
 
     def __init__(self, first: Proposer, second: Proposer) -> None:
         self.both = (first, second)
@@ -274,7 +274,7 @@ def test_bpd_is_slim_with_one_full_sequence(make_llama: MakeLlama, make_heads: M
 def test_slim_keeps_the_highest_posteriors(
     make_heads: MakeHeads, unseen: float, add_k: float, lengths: str, sequences: int, widths: str
 ) -> None:
-    """All sequences of three rows are enumerated by Π p Π r, with a table that lacks half of the pairs."""
+    """The posteriors Π p Π r of all sequences are enumerated for three rows; the table lacks half of the pairs."""
     vocab, depth, counts = 12, 4, parse_branching(widths)
     rng, generator = np.random.default_rng(3), torch.Generator().manual_seed(sequences)
     documents = [rng.integers(0, vocab, 8) for _ in range(12)]
@@ -308,7 +308,7 @@ def test_slim_keeps_the_highest_posteriors(
 
 
 def test_slim_decodes_without_any_sequence(make_llama: MakeLlama, make_heads: MakeHeads) -> None:
-    """With r = 0 for unseen pairs the tree may be the root only."""
+    """With r = 0 for unseen pairs, the tree may consist of the root only."""
     model = make_llama(12, seed=0)
     wanted = [greedy(model, prompt, 20) for prompt in PROMPTS]
     for documents in ([np.arange(1)], [np.arange(12), np.arange(4)]):
@@ -320,11 +320,11 @@ def test_slim_decodes_without_any_sequence(make_llama: MakeLlama, make_heads: Ma
 
 
 def likeliest(model: LlamaForCausalLM, text: Sequence[int], count: int, stop: int | None) -> list[int]:
-    """Return the most likely continuation of `count` tokens, or a shorter one that ends with the stop token."""
+    """Return the most likely continuation of `count` tokens, or fewer tokens if it ends with the stop token."""
     every_ET = torch.tensor(list(itertools.product(range(model.config.vocab_size), repeat=count)))
     scores_ETV = log_probs(model, [[*text, *tokens] for tokens in every_ET.tolist()])[:, len(text) - 1 : -1]
     scores_ET = scores_ETV.gather(2, every_ET[..., None])[..., 0]
-    if stop is not None:  # what follows a stop token costs nothing, and is cut off below
+    if stop is not None:  # tokens after a stop token score 0 and are removed below
         scores_ET[:, 1:].masked_fill_((every_ET[:, :-1] == stop).long().cumsum(1) > 0, 0.0)
     best = every_ET[scores_ET.sum(1).argmax()].tolist()
     return best[: best.index(stop) + 1] if stop in best else best
@@ -332,7 +332,7 @@ def likeliest(model: LlamaForCausalLM, text: Sequence[int], count: int, stop: in
 
 @pytest.mark.parametrize("stop", [None, 4])
 def test_a_wide_beam_finds_the_most_likely_sequence(make_llama: MakeLlama, stop: int | None) -> None:
-    """All 6^3 sequences are searched with 6^2 beams. Greedy decoding misses the best one."""
+    """All 6^3 sequences are searched with 6^2 beams. Greedy decoding misses the best sequence."""
     model = make_llama(6, seed=4)
     prompts = [[first, second, 1] for first in range(6) for second in range(6)]
     limits = Limits(3, () if stop is None else (stop,))
@@ -375,7 +375,7 @@ def test_prompt_lookup_continues_periodic_texts(make_markov: MakeMarkov) -> None
 
 
 def latest_match(text: list[int], longest: int) -> int:
-    """Return the position after the latest of the longest earlier matches of a text's end, by a full search."""
+    """Return the position after the longest earlier match of a text's end (the latest one), by a full search."""
     for size in range(min(longest, len(text) - 1), 0, -1):
         for place in range(len(text) - 1, size - 1, -1):
             if text[place - size : place] == text[-size:]:
@@ -386,7 +386,7 @@ def latest_match(text: list[int], longest: int) -> int:
 @pytest.mark.parametrize("longest", [1, 2, 5, 20])
 def test_lookup_equals_a_full_search(longest: int) -> None:
     rng = np.random.default_rng(longest)
-    ids_BS, lengths_B = rng.integers(0, 4, (500, 12)), rng.integers(1, 13, 500)  # a text ends before its row does
+    ids_BS, lengths_B = rng.integers(0, 4, (500, 12)), rng.integers(1, 13, 500)  # texts may be shorter than the rows
     wanted = [latest_match(ids_S[:length].tolist(), longest) for ids_S, length in zip(ids_BS, lengths_B, strict=True)]
     assert lookup(ids_BS, lengths_B, longest).tolist() == wanted
     assert 0 < wanted.count(-1) < 250

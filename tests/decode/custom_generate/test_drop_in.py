@@ -1,4 +1,4 @@
-"""Methods inside `model.generate`: supported settings give the same result, others are refused by name."""
+"""Methods inside `model.generate`: supported settings give the same result, and errors name unsupported ones."""
 
 import re
 from collections.abc import Callable
@@ -35,7 +35,7 @@ PAGE = Path(__file__).resolve().parents[3] / "docs" / "how-to" / "transformers.m
 
 
 def check_same(model: Any, custom: drop_in.CustomGenerate, **asked: Any) -> torch.Tensor:
-    """Compare the output of `generate` with and without the method."""
+    """Check that `generate` returns the same output with and without the method, and return it."""
     wanted = model.generate(**asked)
     output = model.generate(custom_generate=custom, **asked)
     assert output.dtype == wanted.dtype
@@ -57,7 +57,7 @@ class Recorder:
 
 
 class Divisible(StoppingCriteria):
-    """Criterion that ends a row at a token divisible by a number, and records its input."""
+    """Stopping criterion that ends a row at a token divisible by a number, and records its input."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -100,7 +100,7 @@ def test_sampling_is_reproducible(target: LlamaForCausalLM, speculative: drop_in
 
 def test_the_output_can_be_a_dictionary(target: LlamaForCausalLM, speculative: drop_in.CustomGenerate) -> None:
     asked = BATCH | {"max_new_tokens": 6, "return_dict_in_generate": True}
-    with torch.inference_mode():  # what is wrapped inside serves outside
+    with torch.inference_mode():  # a model that is wrapped in inference mode also works outside of it
         plain, output = target.generate(**asked), target.generate(**asked, custom_generate=speculative)
     assert type(output) is type(plain)
     assert output.sequences.tolist() == plain.sequences.tolist()
@@ -196,7 +196,7 @@ def test_changed_heads_are_used(target: LlamaForCausalLM) -> None:
     target.generate(ONE, custom_generate=custom, max_new_tokens=4)
     with torch.no_grad():
         stacked = heads(states)
-    torch.testing.assert_close(stacked, heads(states).detach())  # with gradients no copies are used
+    torch.testing.assert_close(stacked, heads(states).detach())  # the heads use no copies if gradients are enabled
 
 
 def test_compiled_models_are_unwrapped(target: LlamaForCausalLM, drafter: LlamaForCausalLM) -> None:
@@ -313,7 +313,7 @@ def test_unsupported_models_are_refused(
     with pytest.raises(ValueError, match="the drafter is in training mode"):
         decode()
     drafter.eval()
-    next(target.parameters()).ds_id = 0  # what ZeRO-3 leaves of a parameter
+    next(target.parameters()).ds_id = 0  # attribute of a parameter that ZeRO-3 has partitioned
     with pytest.raises(ValueError, match="ZeRO-3"):
         decode()
 
@@ -341,7 +341,7 @@ def test_encoder_decoders() -> None:
 
 @pytest.fixture
 def quickstart(tmp_path: Path, make_llama: Callable[..., LlamaForCausalLM]) -> Path:
-    """Write the folder of a quickstart with tiny models."""
+    """Write the folder of a finished quickstart with tiny models; return its parent folder."""
     folder = tmp_path / "runs" / "quickstart"
     text = ["The user asks and the assistant answers. What does the token do in the tree of the draft model?"]
     tokenizer = train_bpe(text, 280, SPECIALS)

@@ -1,4 +1,4 @@
-"""Every method on a CUDA device: the CPU's texts, and one synchronisation per step."""
+"""Every method on a CUDA device decodes the same texts as on the CPU and synchronises once per step."""
 
 import warnings
 from typing import Any
@@ -11,7 +11,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 
 @pytest.mark.parametrize("batch", [1, 4])
-@pytest.mark.parametrize("label", [name for name in ROWS if not name.startswith("relaxed")])  # these draw even then
+@pytest.mark.parametrize("label", [name for name in ROWS if not name.startswith("relaxed")])  # always sample
 def test_greedy_texts_are_those_of_the_cpu(make_llama: Any, label: str, batch: int) -> None:
     name, options = ROWS[label]
     on_device, _ = decode(*built(make_llama, "cuda"), name, batch, 0.0, None, **options)
@@ -22,7 +22,7 @@ def test_greedy_texts_are_those_of_the_cpu(make_llama: Any, label: str, batch: i
 def test_each_step_synchronises_once(make_llama: Any, label: str) -> None:
     name, options = ROWS[label]
     target, parts = built(make_llama, "cuda")
-    decode(target, parts, name, 1, 1.0, None, **options)  # graphs are captured
+    decode(target, parts, name, 1, 1.0, None, **options)  # captures the graphs
     torch.cuda.set_sync_debug_mode("warn")
     try:
         with warnings.catch_warnings(record=True) as caught:
@@ -32,4 +32,4 @@ def test_each_step_synchronises_once(make_llama: Any, label: str) -> None:
         torch.cuda.set_sync_debug_mode("default")
     waits = [each for each in caught if "synchroniz" in str(each.message)]
     places = {f"{each.filename}:{each.lineno}" for each in waits}
-    assert len(waits) <= 24 + 12, places  # at most a token a step, and the start of a text
+    assert len(waits) <= 24 + 12, places  # at most one per token, and those at the start of a text

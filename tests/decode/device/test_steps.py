@@ -1,7 +1,7 @@
-"""On a (pretended) CUDA device every method decodes as on the CPU and synchronises once per step.
+"""Every method on a (pretended) CUDA device decodes as on the CPU and synchronises once per step.
 
-A wait costs a GPU the time from the last kernel's end to the first one after it, a launch the host's time. More than
-one wait have beams, whose one step is a whole text, and drafting by text.
+A synchronisation leaves the GPU idle until the next kernel starts, and a launch takes time on the host. Beam search,
+whose single step decodes a whole text, and drafters that match text synchronise more than once.
 """
 
 import statistics
@@ -26,7 +26,7 @@ LAUNCHES = {
     "batch-speculative": 269, "spectr": 592, "specinfer": 377, "bild": 38, "mjsd": 184, "adaptive": 57,
     "relaxed-opt": 58, "relaxed-uno": 49, "bpd": 79, "medusa": 83, "slim-ss": 117, "slim-s": 128, "slim-l": 127,
 }  # fmt: skip
-"""A step at batch 1 and temperature 1, replayed forwards counted as one: what was measured."""
+"""Measured launches per step at batch size 1 and temperature 1; a replayed forward counts as one."""
 
 
 @pytest.fixture
@@ -77,7 +77,7 @@ def test_a_drafter_on_another_device_is_refused(cuda: PretendCuda, make_llama: A
 
 
 def ask(_module: Any, _arguments: Any, found: Any) -> None:
-    """Read a number from the device after a forward, which a capture forbids."""
+    """Read a number from the device in a forward hook, which is forbidden during a capture."""
     assert bool(found.last_hidden_state.isfinite().all())
 
 

@@ -1,7 +1,7 @@
-"""Energy counters of devices with known power, compared with the joules that they must give.
+"""Energy counters of devices with known power, compared with the expected joules.
 
-`World` is a clock and a device: work and sleep move the time on, and power is integrated exactly. NVML is a module that
-reads it as GPUs do, every 100 ms and late; RAPL is a tree of files that are written as time goes by.
+`World` is a simulated clock and device: work and sleep advance the time, and power is integrated exactly. A fake NVML
+module updates its counter every 100 ms, as GPUs do. A fake RAPL tree rewrites its files whenever the time advances.
 """
 
 import bisect
@@ -28,7 +28,7 @@ GPU = [torch.device("cuda:0")]
 
 
 class World:
-    """Clock that advances by work and sleep only, and the energy of a device with known power."""
+    """Simulated clock that only advances by work and sleep, with the energy of a device of known power."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -50,7 +50,7 @@ class World:
             each()
 
     def joules(self, at: float | None = None) -> float:
-        """Return the energy up to a moment (default: now)."""
+        """Return the energy in joules used until time `at` (default: now)."""
         at = self.now if at is None else at
         place = bisect.bisect_right(self._times, at)
         if place == len(self._times):
@@ -67,7 +67,7 @@ class World:
         return do
 
     def by(self, meter: EnergyMeter | None, timing: Timing | None = None) -> EnergyMeter:
-        """Return the same counter on this clock."""
+        """Return a meter with the same counter that uses this clock."""
         assert meter is not None
         settings = (meter.joules, meter.source, meter.covers, timing or meter.timing)
         return EnergyMeter(*settings, clock=self.clock, sleep=self.sleep)
@@ -77,8 +77,8 @@ def fake_nvml(world: World, devices: dict[str, float] | None = None, window: flo
     """Return a `pynvml` for GPUs whose counters change every 100 ms.
 
     Args:
-        devices: by UUID, how many times the world's power each draws.
-        window: the sensor looks at so much of every period alone, its last part, and takes all of it to be like that.
+        devices: Power of each device relative to the world's power, by UUID.
+        window: Seconds at the end of each period that the sensor samples; it extrapolates them to the whole period.
     """
     module: Any = types.ModuleType("pynvml")
     module.calls = []
@@ -123,7 +123,7 @@ Install = Callable[..., Any]
 
 @pytest.fixture
 def install(monkeypatch: pytest.MonkeyPatch) -> Install:
-    """Install `fake_nvml` with devices GPU-a and GPU-b."""
+    """Return a function that replaces `pynvml` by `fake_nvml` for devices GPU-a and GPU-b."""
     monkeypatch.setattr(counting, "cuda_uuid", lambda device: f"GPU-{'ab'[device.index]}")
 
     def put(world: World, **options: Any) -> Any:
@@ -156,7 +156,7 @@ def test_constant_power(gpu_meter: Any, seconds: float) -> None:
     assert found.joules == pytest.approx(130.0 * seconds, rel=0.015)
     assert found.seconds == pytest.approx(seconds, rel=0.01)
     assert found.above_idle == pytest.approx(90.0 * seconds, rel=0.03)
-    assert meter.measure(world.work(seconds, 30.0), idle).above_idle is None, "less than idle is no energy"
+    assert meter.measure(world.work(seconds, 30.0), idle).above_idle is None, "power below idle is not counted"
     assert found.watts == pytest.approx(130.0, rel=0.015)
     assert found.idle_watts == idle
     assert len(found.trials) == 4
@@ -178,11 +178,11 @@ class SlowWorld(World):
 def test_rising_power_is_not_counted(gpu_meter: Any) -> None:
     world = SlowWorld()
     found = gpu_meter(world).measure(world.work(0.02, 200.0), IDLE)
-    assert 1.0 < found.joules / 4.0 < 1.04, "at most the pauses, in which power has no time to fall"
+    assert 1.0 < found.joules / 4.0 < 1.04, "only the pauses, in which power has not yet fallen, add energy"
 
 
 def test_a_sensor_that_samples_part_time_measures_all_work(gpu_meter: Any) -> None:
-    """Without pauses, work of 25 ms at 300 W every 100 ms would always or never be sampled."""
+    """Without pauses, the sensor would always or never sample the 25 ms at 300 W in every 100 ms."""
 
     def bursts(world: World) -> Callable[[], float]:
         def work() -> float:
@@ -248,7 +248,7 @@ def test_a_missing_counter_has_a_reason(tmp_path: Path, install: Install, monkey
 
 
 def powercap(world: World, folder: Path, most: int, zones: dict[str, tuple[str, float]]) -> Path:
-    """Write Linux's tree of power zones by folder, each with a name and a factor of the device's power."""
+    """Write Linux's tree of power zones; `zones` maps folders to names and factors of the device's power."""
 
     def write() -> None:
         for place, (_, share) in zones.items():
@@ -299,7 +299,7 @@ def test_energy_is_per_token(make_llama: Callable[..., LlamaForCausalLM], monkey
     forward = target._forward
 
     def timed(*arguments: Any) -> Any:
-        """Forward of the target that takes 2 ms at 10 W."""
+        """Run the target's forward, which takes 2 ms at 10 W."""
         world.spend(0.002, 10.0)
         return forward(*arguments)
 
@@ -310,6 +310,6 @@ def test_energy_is_per_token(make_llama: Callable[..., LlamaForCausalLM], monkey
     plain = measure_entry_energy(
         target, Parts(), Entry("plain", "autoregressive"), [[3, 5, 7], [8, 2]], Limits(6), meter, 4.0
     )
-    assert plain.seconds == pytest.approx(0.002 * 7 / 6), "six a prompt, of seven forwards"
+    assert plain.seconds == pytest.approx(0.002 * 7 / 6), "seven forwards decode six tokens per prompt"
     assert plain.joules == pytest.approx(10.0 * plain.seconds)
     assert plain.above_idle == pytest.approx(6.0 * plain.seconds)

@@ -52,7 +52,7 @@ def test_flops_equal_those_of_eager_attention(name: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @torch.inference_mode()
 def test_packed_weights_are_counted(dtype: torch.dtype) -> None:
-    """A weight and row take 2 FLOPs."""
+    """Each weight takes 2 FLOPs per row."""
     sizes = LLAMA | {"hidden_size": 264, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 4}
     model = LlamaForCausalLM(AutoConfig.for_model("llama", **sizes)).to(dtype).eval()
     weights = sum(each.numel() for name, each in model.named_parameters() if each.dim() == 2 and "embed" not in name)
@@ -69,7 +69,7 @@ def parts(make_llama: Callable[..., LlamaForCausalLM]) -> tuple[Any, Parts]:
 
 
 CASES: list[tuple[str, dict[str, Any]]] = [
-    *((name, {}) for name in METHODS if name != "beam"),  # beam search has one step, with the prompt's reading in it
+    *((name, {}) for name in METHODS if name != "beam"),  # beam search has a single step, which includes the prefill
     ("multi-candidate", {"k_config": "3x2x1", "attention": "batch"}),
     ("speculative", {"gamma": 7}),
     ("specinfer", {"gamma": 2, "num_drafts": 3}),
@@ -94,7 +94,7 @@ def test_flops_of_a_step_equal_those_counted_in_decoding(
     found = measured_flops(target, method, second[0].nodes, context)
     assert (found.drafting == 0) == (not method.proposer.forwards(second[0].nodes))
     caught_up = 0.0
-    if found.drafting and given.drafter is not None and first.accepted[0]:  # a drafter reads what it had not drafted
+    if found.drafting and given.drafter is not None and first.accepted[0]:  # it reads tokens that it did not draft
         models = {id(model): model for model, _ in method.proposer.forwards(5) if hasattr(model, "extend")}
         caught_up = sum(count_flops(raw_forward(model, 1, 60)) for model in models.values())
     wanted = found.verification + found.drafting

@@ -124,11 +124,11 @@ def test_finished_runs_are_not_repeated(evaluation: Evaluation) -> None:
     assert seen[-1] == (work, work, "")
     assert (runs["plain"].median_seconds()[0], runs["chain"].median_seconds()[3]) == (77.0, 88.0)
     for label, run in runs.items():
-        assert run.ids == evaluation.runs[label].ids, "what is drawn depends on the seed and the prompt's place alone"
+        assert run.ids == evaluation.runs[label].ids, "samples depend only on the seed and the prompt's index"
 
 
 def test_batches_give_the_texts_of_single_prompts(evaluation: Evaluation) -> None:
-    """Finished batches are not decoded again, incomplete ones are."""
+    """Finished batches are not decoded again, but incomplete batches are."""
     prompts = [prompt.ids for prompt in ASKED]
     given: tuple[Any, ...] = (evaluation.target, evaluation.parts, ENTRIES, prompts, LIMITS)
     done: list[RunKey] = []
@@ -150,7 +150,7 @@ def test_batches_give_the_texts_of_single_prompts(evaluation: Evaluation) -> Non
     summary = Summariser(evaluation.target, evaluation.parts, ASKED, runs, LIMITS, batch=3).summarise(ENTRIES)
     assert not summary.errors
     for row in summary.rows:
-        assert row["speedup_interval"] is None, "of two batches there is none"
+        assert row["speedup_interval"] is None, "two batches are too few for an interval"
         assert row["tokens_per_second"] == pytest.approx(row["tokens"] / sum(runs[row["label"]].median_seconds()))
 
 
@@ -203,7 +203,7 @@ def test_a_category_equals_an_evaluation_of_its_prompts(evaluation: Evaluation) 
 
 
 def change_text(runs: dict[str, Run], label: str, place: int, ids: list[int], **counts: int) -> dict[str, Run]:
-    """Return the runs with one changed text and its counts."""
+    """Return the runs with one text and its counts replaced."""
     by_prompt = list(runs[label].by_prompt)
     first, *more = by_prompt[place]
     by_prompt[place] = [first._replace(ids=ids, tally=dataclasses.replace(first.tally, **counts)), *more]

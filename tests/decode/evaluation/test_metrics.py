@@ -1,4 +1,4 @@
-"""Bootstrap intervals, and the checks for impossible measurements."""
+"""Bootstrap intervals of metrics, and checks for impossible measurements."""
 
 import math
 import re
@@ -47,8 +47,8 @@ def test_intervals_of_tokens_per_step_cover_the_truth() -> None:
     [
         {},
         {"method": "autoregressive", "tokens_per_step": 1.0},
-        {"by_category": {"math": FAST | {"speedup_interval": [2.1, 2.5]}}},  # one of many lies above by chance
-        # fewer than three prompts have no interval, and one busy moment is enough to be wrong about them
+        {"by_category": {"math": FAST | {"speedup_interval": [2.1, 2.5]}}},  # one category exceeds the bound by chance
+        # fewer than three prompts have no interval, and a single disturbance can distort them
         {"by_category": {"math": FAST}},
         FAST,
     ],

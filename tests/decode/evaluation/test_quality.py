@@ -1,4 +1,4 @@
-"""Perplexity compared with transformers' loss, ROUGE-L with known values, and near-ties."""
+"""Perplexity compared with the loss of transformers, ROUGE-L compared with known values, and near-ties."""
 
 import math
 import random
@@ -27,7 +27,7 @@ def family(name: str, make_llama: Callable[..., LlamaForCausalLM]) -> Any:
 
 
 def loss_of_transformers(model: Any, prompt: Sequence[int], output: Sequence[int]) -> float:
-    """Return the summed loss of the output's tokens from one forward of the model."""
+    """Return the summed loss of the output's tokens, computed by one forward of the model."""
     with torch.inference_mode():
         if model.config.is_encoder_decoder:
             mean = model(input_ids=torch.tensor([prompt]), labels=torch.tensor([output])).loss
@@ -61,15 +61,15 @@ def test_perplexity_of_empty_impossible_and_nan_texts() -> None:
 @pytest.mark.parametrize(
     ("text", "references", "wanted"),
     [
-        ("the cat sat on the mat", ["the cat is on the mat"], 5 / 6),  # 5 of 6 and of 6 words
+        ("the cat sat on the mat", ["the cat is on the mat"], 5 / 6),  # 5 of 6 words in both texts
         ("a b c d", ["d c b a"], 1 / 4),
         ("The CAT, sat!", ["the cat sat"], 1.0),
         ("a b", ["a b c d e f"], 2 * 1 * (1 / 3) / (1 + 1 / 3)),
         ("a x b", ["a b"], 2 * (2 / 3) * 1 / (2 / 3 + 1)),
-        ("walks", ["walk"], 0.0),  # not stemmed
+        ("walks", ["walk"], 0.0),  # no stemming
         ("f_1: 2.5", ["f 1 2 5"], 1.0),
-        ("Müller", ["m ller"], 1.0),  # as Google's: letters beyond a–z part words
-        ("a b c", ["x y", "a b z", "c"], 2 / 3),  # the best of several
+        ("Müller", ["m ller"], 1.0),  # as in Google's implementation: letters beyond a–z separate words
+        ("a b c", ["x y", "a b z", "c"], 2 / 3),  # the best reference counts
         ("", ["a"], 0.0),
         ("a", [""], 0.0),
         ("a", [], None),
@@ -107,5 +107,5 @@ def test_near_ties_are_distinguished_from_faults(make_llama: Callable[..., Llama
     assert not nearly_tied(target, prompt, begun, [*begun, 7])
     plain = target.logits
     target.logits = lambda hidden_XD: plain(hidden_XD).index_fill(-1, torch.tensor([20]), -math.inf)  # type: ignore[method-assign]
-    assert not nearly_tied(target, prompt, [*begun, low], [*begun, high])  # beside a masked token neither
+    assert not nearly_tied(target, prompt, [*begun, low], [*begun, high])  # a masked token does not change that
     assert nearly_tied(target, prompt, [*begun, 5, 2], [*begun, 7, 8, 1])

@@ -1,4 +1,4 @@
-"""Bounds and steadiness on a simulated clock that only forwards advance."""
+"""Bounds and steadiness of times on a simulated clock that only forwards advance."""
 
 import time
 from typing import Any
@@ -32,7 +32,7 @@ ENTRIES = [Entry("autoregressive", "autoregressive")] + [
 LIMITS = Limits(15, (9,))
 ASKED = [EvalPrompt([3, 5, 7, 3]), EvalPrompt([8, 2]), EvalPrompt([1, 4, 4, 4, 4, 20])]
 FORWARDS = {"target": 4.0, "drafter": 1.0, "heads": 0.5}
-"""Seconds."""
+"""Seconds per forward."""
 
 
 class Clock:
@@ -41,7 +41,7 @@ class Clock:
         monkeypatch.setattr(time, "perf_counter", lambda: self.now)
 
     def slow(self, owner: Any, name: str, seconds: float) -> Any:
-        """Return the object with a method that takes a given time."""
+        """Replace a method of the object by one that also advances the clock; return the object."""
         call = getattr(owner, name)
 
         def timed(*args: Any, **kwargs: Any) -> Any:
@@ -59,7 +59,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 @pytest.fixture
 def models(models: Any, make_heads: Any, clock: Clock) -> tuple[Any, Parts]:
-    """Return a target and its parts, whose forwards take the seconds of `FORWARDS`."""
+    """Return a target and its draft artifacts, whose forwards take the seconds in `FORWARDS`."""
     target, drafter = (
         clock.slow(wrap_model(model), "extend", FORWARDS[name])
         for model, name in zip(models, ("target", "drafter"), strict=True)
@@ -105,8 +105,8 @@ def test_iterations_of_beams_have_several_forwards(models: tuple[Any, Parts]) ->
         kept = counts.tokens / counts.iterations
         assert row["ideal"] == pytest.approx(kept / (depth + 1), rel=1e-6)
         beams = row["options"]["num_beams"]
-        read = 1 + beams * (depth - 1) + depth + 1  # tokens that an iteration runs the target on
-        assert 1 < row["flops_per_token"]["total"] / (alone * read / kept) < 1.2  # attention sees the draft as well
+        read = 1 + beams * (depth - 1) + depth + 1  # tokens in the target's forwards per iteration
+        assert 1 < row["flops_per_token"]["total"] / (alone * read / kept) < 1.2  # attention also covers the draft
 
 
 def test_speedups_and_bounds_include_prefill(models: tuple[Any, Parts], clock: Clock) -> None:
@@ -134,7 +134,7 @@ def test_undisturbed_times_are_steady_and_disturbed_ones_are_not() -> None:
     clean, wrong = 0, 0
     for _ in range(500):
         once = np.exp(rng.normal(0, 0.08, (8, 1)))
-        thrice = np.exp(rng.normal(0, 0.08, (8, 3))) * rng.uniform(1, 30, (8, 1))  # prompts differ: not a fault
+        thrice = np.exp(rng.normal(0, 0.08, (8, 3))) * rng.uniform(1, 30, (8, 1))  # prompts may differ
         clean += run_of(once.tolist()).is_disturbed() + run_of(thrice.tolist()).is_disturbed()
         disturbed = once * np.where(rng.permutation(8)[:, None] < 3, 3, 1)
         wrong += run_of(disturbed.tolist()).is_disturbed()
@@ -142,10 +142,10 @@ def test_undisturbed_times_are_steady_and_disturbed_ones_are_not() -> None:
     assert wrong == 500
     twice = [[1.0, 3.0], [1.0, 1.0], [1.0, 2.0]]
     assert run_of(twice).slowdown() == pytest.approx((2 + 1 + 1.5) / 3)
-    assert run_of([[1.0, 3.0, 1.1], [1.0, 1.0, 1.0]]).is_disturbed() is False  # the median passes it over
+    assert run_of([[1.0, 3.0, 1.1], [1.0, 1.0, 1.0]]).is_disturbed() is False  # the median ignores one outlier
     assert run_of([[1.0], [9.0], [1.0]]).slowdown() is None
     longer = [run_of([[float(n)]], n).by_prompt[0] for n in (4, 8, 40, 16, 5)]
-    assert Run(longer).slowdown() == pytest.approx(1), "by step, whatever the length"
+    assert Run(longer).slowdown() == pytest.approx(1), "slowdown is measured per step, not per text"
 
 
 def test_rows_report_whether_their_times_are_steady(models: tuple[Any, Parts]) -> None:
@@ -154,7 +154,7 @@ def test_rows_report_whether_their_times_are_steady(models: tuple[Any, Parts]) -
     runs = measure(target, parts, chosen, [prompt.ids for prompt in asked], LIMITS)
 
     def flags(slow: str | None = None) -> list[bool | None]:
-        """Return whether rows are steady if the first run of `slow` takes nine times as long."""
+        """Return the rows' `steady` flags if the first run of `slow` takes nine times as long."""
         changed = dict(runs)
         if slow is not None:
             (first, *more), *others = runs[slow].by_prompt
@@ -162,6 +162,6 @@ def test_rows_report_whether_their_times_are_steady(models: tuple[Any, Parts]) -
         return [row["steady"] for row in Summariser(target, parts, asked, changed, LIMITS).summarise(chosen).rows]
 
     assert flags() == [True, True]
-    assert flags("autoregressive") == [False, False], "the speedups of all rows"
+    assert flags("autoregressive") == [False, False], "the baseline affects all rows"
     assert flags(chosen[1].label) == [True, False]
     assert MAX_STEADY_SLOWDOWN == 1.25

@@ -1,4 +1,4 @@
-"""Traces compared with decoding without a trace."""
+"""Traces of decoding, compared with decoding without a trace."""
 
 from typing import Any
 

@@ -48,7 +48,7 @@ def build(kind: str, form: str = "float32") -> PreTrainedModel:
 
 
 def see(node: int, seen: int, instead_of: int | None = None) -> Callable[[Any], None]:
-    """Let a node attend to another, and optionally not to one of its ancestors."""
+    """Return a fault that lets a node attend to another node, optionally instead of an ancestor."""
 
     def plant(patch: Any) -> None:
         own = Tree.bias
@@ -66,7 +66,7 @@ def see(node: int, seen: int, instead_of: int | None = None) -> Callable[[Any], 
 
 
 def move(by: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Any], None]:
-    """Change the depths, and so the positions, of a tree's nodes."""
+    """Return a fault that changes the depths, and so the positions, of a tree's nodes."""
 
     def plant(patch: Any) -> None:
         own = Tree.from_parents
@@ -160,7 +160,7 @@ def test_a_model_that_is_not_causal_is_refused() -> None:
 
 
 def test_a_family_without_tree_attention_decodes_chains(make_llama: Callable[..., LlamaForCausalLM]) -> None:
-    """Rows of several lengths give the output of `generate`. Methods with trees are refused."""
+    """Rows of several lengths equal the output of `generate`. Methods with trees are refused."""
     model = build("mpt")
     target, other = wrap_model(model), wrap_model(copy.deepcopy(model))
     assert target.tree_fault is not None

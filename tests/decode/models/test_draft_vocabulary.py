@@ -1,4 +1,4 @@
-"""Draft vocabularies: their tokens, their logits and their file."""
+"""Draft vocabularies: tokens, logits and files."""
 
 from collections.abc import Callable
 from pathlib import Path

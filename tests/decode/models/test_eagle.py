@@ -1,4 +1,4 @@
-"""EAGLE-3 heads: training and decoding compute the same as a plain implementation."""
+"""EAGLE-3 heads: training and decoding equal a plain implementation."""
 
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ def turn(x_E: Tensor, position: int, base: float) -> Tensor:
 
 
 def slow_features(heads: EagleHeads, given_TG: Tensor, ids: list[int], start: int) -> list[Tensor]:
-    """Return the features of all steps of a chain from a position, one token and one head at a time."""
+    """Compute the features of all steps of a chain from a position by loops over tokens and attention heads."""
     config, layer = heads.config, heads.midlayer
     attention, width = layer.self_attn, config.head_dim
     base, eps = config.rope_parameters["rope_theta"], config.rms_norm_eps
@@ -75,7 +75,7 @@ def slow_features(heads: EagleHeads, given_TG: Tensor, ids: list[int], start: in
 @pytest.mark.parametrize("normed", [False, True])
 @torch.no_grad()
 def test_training_equals_the_plain_implementation(make_llama: Any, make_eagle: Any, normed: bool) -> None:
-    """A block has two documents, of which the second must not attend to the first."""
+    """The block has two documents, and the second must not attend to the first."""
     model = make_llama(VOCAB).double()
     heads = make_eagle(model)
     heads.normed = normed
@@ -103,13 +103,13 @@ def test_rotary_positions_are_float32_for_all_dtypes(make_llama: Any, make_eagle
     assert torch.equal(heads.rotary_emb.inv_freq, exact)
 
 
-@pytest.mark.parametrize("hidden", [32, 64])  # C does the layer of 64, whose heads are wide enough
+@pytest.mark.parametrize("hidden", [32, 64])  # the C kernels support the layer of size 64, whose heads are wide enough
 @pytest.mark.parametrize(("proposed", "normed"), [(None, False), (KEPT, False), (None, True)], ids=str)
 @torch.no_grad()
 def test_drafting_equals_training(
     make_llama: Any, make_eagle: Any, proposed: Tensor | None, normed: bool, hidden: int
 ) -> None:
-    """The row is decoded with a longer one, after a step that accepted a part of its draft."""
+    """Two rows of different lengths are decoded, and the drafts of the first step are compared."""
     model = make_llama(VOCAB, hidden_size=hidden, seed=1)
     heads = make_eagle(model, proposed)
     heads.normed = normed
@@ -135,7 +135,7 @@ def test_drafting_equals_training(
     )
     assert texts == plain
     for row, prompt in enumerate(prompts):
-        # the first step: a chain of the drafter's own tokens behind the prompt
+        # the first step: the prompt and a chain of the drafter's own tokens
         chain = [int(step_BMV[row, -1].argmax()) for step_BMV in seen[:STEPS]]
         ids_1T = torch.tensor([[*prompt, *chain]])
         length = ids_1T.shape[1]

@@ -1,4 +1,4 @@
-"""Skinny GEMM kernels in C: equal to the library's products, compiled once, and optional."""
+"""Skinny GEMM kernels in C equal the library's products, are compiled once, and are optional."""
 
 import os
 import platform
@@ -35,16 +35,16 @@ from draftsmith.decode.models.products.weights import GATES
 from draftsmith.decode.tree import Tree
 
 PROCESSORS = ["native", *(["x86-64-v3", "x86-64"] if platform.machine() == "x86_64" else [])]
-"""What is compiled for: registers of 16, 8 and 4 numbers, where this one has all of them."""
+"""Processors to compile for: vector registers of 16, 8 and 4 numbers, if this processor has all of them."""
 needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
 CENTRED = 6
-"""As vectors.h numbers what stands before a product."""
+"""Code in vectors.h for centring the input before a product."""
 ASK = "import torch; from draftsmith.decode.models.products.product import fits; print(fits(torch.zeros(32, 4)))"
 
 
 @pytest.fixture
 def processor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Compile the functions for another processor of the same kind."""
+    """Compile the functions for the requested processor during the test."""
     if request.param != "native":
         monkeypatch.setattr(native, "_OPTIONS", (*native._OPTIONS, f"-march={request.param}"))
         compiled.cache_clear()
@@ -60,13 +60,13 @@ any_format = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, to
 
 
 def product_of(weight_OI: torch.Tensor, dtype: torch.dtype) -> tuple[FewRows, torch.Tensor]:
-    """Return the product with weights in a dtype, and their values in it."""
+    """Return the product with weights in a dtype, and the weights rounded to it."""
     held_OI = rounded(weight_OI) if dtype == torch.int8 else weight_OI.to(dtype)
     return FewRows(held_OI, int8=dtype == torch.int8), held_OI
 
 
 def as_multiplied(few: FewRows, x: torch.Tensor) -> torch.Tensor:
-    """Return x as it is multiplied with the weights, float64."""
+    """Return x as rounded before the multiplication with the weights, float64."""
     if few.kind == FOURS:
         largest, most = x.abs().amax(-1, keepdim=True), torch.tensor(32639.0)
         return (x * most.div(largest)).round().double() * largest.div(most).double()
@@ -86,7 +86,7 @@ def test_products_equal_the_librarys(processor: None, shape: tuple[int, int], th
     assert fits(weight_OI)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
-    all_XI = torch.randn(inputs, FEW_ROWS).T  # not contiguous
+    all_XI = torch.randn(inputs, FEW_ROWS).T  # not contiguous on purpose
     try:
         all_XO = few(all_XI)
         for rows in range(1, FEW_ROWS + 1):
@@ -104,7 +104,7 @@ def test_products_equal_the_librarys(processor: None, shape: tuple[int, int], th
 @any_processor
 @any_format
 def test_norms_and_activations_equal_the_librarys(processor: None, dtype: torch.dtype) -> None:
-    """Gates have all magnitudes of float32."""
+    """The gates have magnitudes from 1e-3 to 1e3, and extreme values at the end."""
     torch.manual_seed(0)
     outputs, inputs, offset = 48, 96, 0.03
     few, weight_OI = product_of(torch.randn(outputs, inputs), dtype)
@@ -115,14 +115,14 @@ def test_norms_and_activations_equal_the_librarys(processor: None, dtype: torch.
     ) -> torch.Tensor:
         out_XO = torch.empty(len(x_XI), outputs)
         x, add, out, norm = (None if each is None else each.data_ptr() for each in (x_XI, add_XO, out_XO, norm_I))
-        apart = 0 if add_XO is None or len(add_XO) < len(x_XI) else outputs  # one row is added to all
+        apart = 0 if add_XO is None or len(add_XO) < len(x_XI) else outputs  # a single row is added to all rows
         sizes = (inputs, outputs, len(x_XI), few.kind, 2)
         compiled().few_rows(few.pointer, x, add, apart, out, *sizes, norm, offset, before)
         return out_XO.double()
 
     def right(found_XO: torch.Tensor, x_XI: torch.Tensor, bound: float) -> bool:
-        """Check for x Wᵀ: an input rounded to bfloat16 is off by 2⁻⁸ of itself at most, to integers by 2⁻¹⁶ of
-        the row's largest."""
+        """Check for x Wᵀ. Rounding changes an input by at most 2⁻⁸ of itself (bfloat16), or 2⁻¹⁶ of the row's maximum
+        (integers)."""
         off_XI = {PAIRS: 2.0**-8 * x_XI.abs(), FOURS: 2.0**-16 * x_XI.abs().amax(-1, keepdim=True).expand_as(x_XI)}
         most_XO = bound + off_XI.get(few.kind, torch.zeros_like(x_XI)) @ weight_IO.abs()
         return bool(((found_XO - x_XI @ weight_IO).abs() < most_XO).all())
@@ -165,7 +165,7 @@ def test_norms_and_activations_equal_the_librarys(processor: None, dtype: torch.
     [
         *product([[0], [37], [5, 140, 18]], [1, 5], [32, 64, 80, 128]),
         *product([[37], [5, 140, 18]], [40], [64, 80]),
-        ([70_000], 5, 64),  # scores of few queries fit on the stack
+        ([70_000], 5, 64),  # only scores of few queries fit on the stack
     ],
     ids=str,
 )
@@ -173,8 +173,8 @@ def test_norms_and_activations_equal_the_librarys(processor: None, dtype: torch.
 def test_few_queries_attend_as_the_library_does(
     processor: None, lengths: list[int], count: int, width: int, chain: bool
 ) -> None:
-    """Queries of a tree, whose nodes see some of those before them, and of a chain, behind rows of these lengths; two
-    layers, one cache."""
+    """The queries are a chain, or a tree whose nodes attend to some earlier nodes, after cached rows of these lengths.
+    The cache has two layers."""
     torch.manual_seed(0)
     heads, groups, start, room, cap = 6, 2, 2, max(lengths) + 70, 0.0 if width == 64 else 3.0
     batch, end = len(lengths), max(lengths) + start + count
@@ -214,7 +214,7 @@ def test_few_queries_attend_as_the_library_does(
         assert (found_XD.view(batch, count, -1)[row] - wanted).abs().max() < 1e-5
         for side, old in zip((*cache.keys, *cache.values), before, strict=True):
             kept = [place for place in range(room) if not first <= place < last]
-            assert torch.equal(side[row][:, kept], old[row][:, kept]), "no other slot is written to"
+            assert torch.equal(side[row][:, kept], old[row][:, kept]), "no other slot changes"
     assert torch.equal(cache.keys[0], before[0])
 
 
@@ -223,8 +223,8 @@ def test_few_queries_attend_as_the_library_does(
 @pytest.mark.parametrize("aux_layers", [(), (0, 2)], ids=str)
 @torch.inference_mode()
 def test_layers_in_one_call_equal_single_layers(make_llama: Any, dtype: torch.dtype, aux_layers: Any) -> None:
-    """A tree, a ragged batch and a long chain run through all layers in one call and one by one, with the inputs of
-    some."""
+    """A tree, a ragged batch and a long chain run through all layers in one call and layer by layer, with and without
+    auxiliary hidden states."""
     model = make_llama(hidden_size=64, num_hidden_layers=4).requires_grad_(False)
     if dtype == torch.int8:
         round_to_int8(model)
@@ -232,8 +232,8 @@ def test_layers_in_one_call_equal_single_layers(make_llama: Any, dtype: torch.dt
         model.to(dtype)
     thin = LeanDecoder(model, aux_layers=aux_layers)
     assert thin._few is not None
-    assert LeanDecoder(make_llama(hidden_size=32))._few is None, "heads of 8 are no panels"
-    assert LeanDecoder(make_llama(hidden_size=64, intermediate_size=40))._few is None, "nor are 40 inputs"
+    assert LeanDecoder(make_llama(hidden_size=32))._few is None, "heads of size 8 are not supported"
+    assert LeanDecoder(make_llama(hidden_size=64, intermediate_size=40))._few is None, "40 inputs are not supported"
     tokens_BM, many_BM = (torch.randint(0, thin.vocab_size, (2, count)) for count in (9, 2 * FEW_ROWS + 3))
     tree = Tree.from_parents(torch.tensor([[-1, 0, 0, 1, 2]]).repeat(2, 1), 2)
     found = []
@@ -256,15 +256,15 @@ def test_int8_rounds_to_the_nearest_of_255_values_per_row() -> None:
     held_OI = rounded(weight_OI)
     step_O1 = weight_OI.abs().amax(1, keepdim=True) / 127
     assert ((held_OI - weight_OI).abs() <= 0.5001 * step_O1).all()
-    assert (held_OI.abs().amax(1) - weight_OI.abs().amax(1)).abs().max() < 1e-4, "the largest stays"
+    assert (held_OI.abs().amax(1) - weight_OI.abs().amax(1)).abs().max() < 1e-4, "the largest weight does not change"
     integers_OI, scale_O = integers_of(held_OI)
-    assert torch.equal(integers_OI, integers_of(weight_OI)[0]), "what was rounded is found again"
+    assert torch.equal(integers_OI, integers_of(weight_OI)[0]), "rounding again gives the same integers"
     assert torch.allclose(integers_OI * scale_O[:, None], held_OI, rtol=1e-6, atol=0)
 
 
 @torch.inference_mode()
 def test_an_int8_model_equals_the_rounded_model(make_llama: Any, tmp_path: Path) -> None:
-    """Its optimised forward is compared with that of transformers over the rounded weights."""
+    """The optimised forward is compared with that of transformers on the rounded weights."""
     model = make_llama(hidden_size=64, num_hidden_layers=2)
     model.save_pretrained(tmp_path)
     loaded = load_model(str(tmp_path), dtype="int8")
@@ -304,10 +304,10 @@ def test_kernels_are_compiled_once_if_possible(tmp_path: Path) -> None:
 
     bare = tmp_path / "bin"
     bare.mkdir()
-    assert run_probe(PATH=str(bare)) == ("False", []), "no compiler"
+    assert run_probe(PATH=str(bare)) == ("False", []), "there is no compiler"
     (bare / "cc").write_text("#!/bin/sh\nexit 1\n")
     (bare / "cc").chmod(0o755)
-    assert run_probe(PATH=str(bare)) == ("False", []), "one that fails"
+    assert run_probe(PATH=str(bare)) == ("False", []), "the compiler fails"
     assert run_probe(DRAFTSMITH_NATIVE="0") == ("False", [])
     said, (library,) = run_probe()
     assert said == "True"
@@ -320,7 +320,7 @@ def test_kernels_are_compiled_once_if_possible(tmp_path: Path) -> None:
 @any_processor
 @any_format
 def test_packed_weights_are_found_again(processor: None, dtype: torch.dtype) -> None:
-    """All rows, some rows and parts; integers and scales are those of `integers_of`."""
+    """All rows, some rows and parts are unpacked again, also those of int8 weights."""
     int8, places_X = dtype == torch.int8, torch.randperm(41)[:9]
     for inputs in (100, 112, 36):
         weight_OI = torch.randn(41, inputs, dtype=torch.bfloat16 if int8 else dtype)
@@ -341,7 +341,7 @@ def test_packed_weights_are_found_again(processor: None, dtype: torch.dtype) -> 
 def test_shared_weights_are_stored_once(
     make_llama: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tie: bool, dtype: torch.dtype
 ) -> None:
-    """The model's own layers read the products' weights, also after it was wrapped again, and give the same logits."""
+    """The model's own layers read the products' weights, also after wrapping it again, and give the same logits."""
     monkeypatch.setattr(products, "SMALLEST_PACKED", 1)
     config = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": tie}
     model = make_llama(num_hidden_layers=2, **config)

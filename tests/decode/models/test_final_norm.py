@@ -1,4 +1,4 @@
-"""Hidden states before the final norm: their values, unchanged logits and tokens, and refusals.
+"""Pre-norm hidden states: values, unchanged logits and tokens, and unsupported models.
 
 Shape letters: B batch, M and N tokens, K heads, D hidden, V vocabulary.
 """
@@ -70,7 +70,7 @@ def hooks(model: torch.nn.Module) -> int:
 
 @torch.inference_mode()
 def tree_states(scorer: LanguageModel) -> tuple[Tensor, Tensor]:
-    """Return states and logits of a ragged batch of two trees."""
+    """Return the hidden states and the logits of a ragged batch of two trees."""
     tree = Tree.k_ary((2, 2, 1))
     tokens_BN = torch.randint(1, VOCAB, (2, tree.nodes), generator=torch.Generator().manual_seed(1))
     cache = scorer.new_cache(2, 32)
@@ -201,7 +201,7 @@ def test_generate_wraps_the_target_with_the_heads_states(
         (method("prompt-lookup"), ["after-norm"]),
         (after, []),
         (before, ["before-norm"]),
-        (method("prompt-lookup"), []),  # reads logits alone
+        (method("prompt-lookup"), []),  # only uses logits
         (before, []),
         (after, ["after-norm"]),
     ):

@@ -1,5 +1,5 @@
-"""The kernels of Triton equal the plain operations, on a GPU or with TRITON_INTERPRET=1 in Triton's interpreter, which
-knows no products in bfloat16."""
+"""The Triton kernels equal plain operations on a GPU, or with TRITON_INTERPRET=1 in Triton's interpreter, which does
+not support products in bfloat16."""
 
 import os
 
@@ -38,7 +38,7 @@ def test_attention_with_any_mask(shape: tuple[int, ...], dtype: torch.dtype) -> 
     keys, values = random_tensor(dtype, 2, batch, kv_heads, slots + 9, width)[:, :, :, :slots]
     mask_BMS = torch.zeros(batch, count, slots, device=DEVICE, dtype=dtype)
     mask_BMS.masked_fill_(torch.rand(batch, count, slots, device=DEVICE) < 0.5, -torch.inf)
-    mask_BMS[:, :, : slots // 3] = -torch.inf  # whole parts of the slots are seen by no one
+    mask_BMS[:, :, : slots // 3] = -torch.inf  # no query attends to the first third of the slots
     mask_BMS[:, :, slots // 2] = 0
     ends_B = torch.randint(slots // 2 + 1, slots + 1, (batch,), device=DEVICE)
     mask_BMS.masked_fill_(torch.arange(slots, device=DEVICE) >= ends_B[:, None, None], -torch.inf)
@@ -72,7 +72,7 @@ def test_queries_and_keys_are_rotated_and_cached(shape: tuple[int, ...], dtype: 
     turned = split * cos.double().view(batch, count, 1, width)
     first, second = split.chunk(2, -1)
     turned += torch.cat((-second, first), -1) * sin.double().view(batch, count, 1, width)
-    tolerance = 4 * TOLERANCES[dtype]  # of numbers up to 20
+    tolerance = 4 * TOLERANCES[dtype]  # the numbers reach 20
     assert (found.double().view(batch, count, heads, width) - turned[:, :, :heads]).abs().max() < tolerance
     rows_B1 = torch.arange(batch, device=DEVICE)[:, None]
     kept_keys, kept_values = (side[rows_B1, :, slots_BM].double() for side in cache)

@@ -1,7 +1,7 @@
 """Replayed forwards equal eager ones for all shapes, orders of calls and cache contents.
 
-Without a GPU the graphs are recordings of operations, which are replayed on the same tensors: like a CUDA graph they
-repeat every number that came from the host. What only a device can show is marked `gpu`.
+Without a GPU the graphs are recordings of operations, which are replayed on the same tensors. Like CUDA graphs, they
+repeat every number that came from the host. Tests that need a device are marked `gpu`.
 
 Shape letters: B batch, M new tokens, D hidden, S cache slots.
 """
@@ -40,10 +40,10 @@ def gpt2() -> torch.nn.Module:
     return AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", **sizes)).eval()
 
 
-# What it returns early must outlive later replays.
+# The returned states must stay valid after later replays.
 @torch.inference_mode()
 def walk(model: LanguageModel, lengths: Sequence[int], rounds: int, seed: int) -> list[torch.Tensor]:
-    """Return the hidden states of a sequence of prompts, chains, fixed trees and growing trees."""
+    """Return the hidden states of a prompt and of the chains, fixed trees and growing trees after it."""
     generator = torch.Generator().manual_seed(seed)
     batch, device = len(lengths), model.device
 
@@ -55,16 +55,16 @@ def walk(model: LanguageModel, lengths: Sequence[int], rounds: int, seed: int) -
     cache.set_lengths(list(lengths))
     fixed = Tree.k_ary((2, 2, 1)).to(device)
     for step in range(rounds):
-        if step % 3 == 0:  # a chain, two tokens at first
+        if step % 3 == 0:  # a chain that starts with two tokens
             seen.append(model.extend(cache, tokens(2)))
             seen += [model.extend(cache, tokens(1), Tree.chain(4).to(device), start) for start in (2, 3, 4)]
             gained = [1 + (row + step) % 2 for row in range(batch)]
-        elif step % 3 == 1:  # a fixed tree; the second child of the root and a child of its own are kept
+        elif step % 3 == 1:  # a fixed tree; the root's second child and one of its children are accepted
             levels = ((0, 1), (1, 3), (3, 7), (7, 11))
             seen += [model.extend(cache, tokens(stop - start), fixed, start) for start, stop in levels]
             cache.move_to_front(torch.tensor([[2, 5 + row % 2, 3] for row in range(batch)], device=device))
             gained = [3 - (row + step) % 2 for row in range(batch)]
-        else:  # beams, each row with parents of its own
+        else:  # beams, with different parents in each row
             tree, first = Tree.chain(0).to(device), 0
             seen.append(model.extend(cache, tokens(1), tree))
             for _ in range(3):
@@ -107,7 +107,7 @@ def test_a_replay_equals_the_eager_forward(
     plain = wrap_model(model, fast=kind == "lean", states=states)
     fast, recordings = graphed(plain)
     assert fast.states == states
-    for seed in (0, 1):  # the second time on the cache of the first, other tokens, all shapes known
+    for seed in (0, 1):  # the second run reuses the cache and the graphs of the first
         assert difference(walk(fast, lengths, 18, seed), walk(plain, lengths, 18, seed)) < TOLERANCES[dtype]
         gc.collect()
         assert len(fast._free) == 1
@@ -141,7 +141,7 @@ def test_replayed_runs_equal_eager_runs(
     temperature: float,
     supports_any_length: bool,
 ) -> None:
-    """With `supports_any_length` the mask does the work of the GPU's kernels."""
+    """With `supports_any_length`, masks replace the GPU kernels that handle any length."""
     target, drafter = (wrap_model(make_llama(VOCAB, seed, num_hidden_layers=1)) for seed in (0, 1))
     target.supports_any_length = drafter.supports_any_length = supports_any_length
     heads, sampling = make_heads(4, 32, VOCAB), Sampling(temperature)
@@ -155,7 +155,7 @@ def test_replayed_runs_equal_eager_runs(
 def accepted_drafts(
     target: LanguageModel, name: str, drafter: LanguageModel, temperature: float, **options: object
 ) -> object:
-    """Return the texts of two rows, and the number of accepted draft tokens of each step."""
+    """Return the new tokens and the numbers of accepted draft tokens of each step, for two rows."""
     sampling, seen = Sampling(temperature), []
     method = build_method(name, Parts(drafter), sampling, **options)
     for step in generate(target, *method, PROMPTS[:3:2], Limits(30), sampling, Rng.for_rows(3, 2)):
@@ -184,7 +184,7 @@ def test_unused_draft_levels_do_not_change_texts(
 ) -> None:
     target = wrap_model(make_llama(VOCAB, sharpness=1.5))
     fast, recordings = graphed(target)
-    for options in (*of_two, *reversed(of_two)):  # caches change hands between target and drafter
+    for options in (*of_two, *reversed(of_two)):  # target and drafter exchange their cache memory
         wanted = accepted_drafts(target, name, target, temperature, **options)
         assert accepted_drafts(fast, name, fast, temperature, **options) == wanted
     assert recordings.replayed > 10
@@ -200,11 +200,11 @@ def test_cache_memory_is_reused_but_never_shared(make_llama: Build) -> None:
     place = first.keys[0].data_ptr()
     assert first.keys[0].any()
     del first
-    third = fast.new_cache(2, 9)  # a larger one serves as well
+    third = fast.new_cache(2, 9)  # the memory of a larger cache is reused
     assert third.keys[0].data_ptr() == place
     assert third.lengths == [0, 0]
     assert not any(memory.any() for memory in (*third.keys, *third.values))
-    assert fast.new_cache(1, 9).keys[0].data_ptr() != place  # another batch does not
+    assert fast.new_cache(1, 9).keys[0].data_ptr() != place  # but not that of another batch size
     for batch in range(3, 12):
         fast.new_cache(batch, 9)
     assert len(fast._free) == 4
@@ -218,7 +218,7 @@ def test_unsupported_calls_run_eagerly(make_llama: Build) -> None:
     fast.extend(cache, torch.ones(1, 3, dtype=torch.int64))  # a prompt
     cache.set_lengths([3])
     fast.extend(cache, torch.ones(1, 5, dtype=torch.int64))  # too many tokens
-    fast.extend(plain.new_cache(1, 8), torch.ones(1, 3, dtype=torch.int64))  # a cache that stays nowhere
+    fast.extend(plain.new_cache(1, 8), torch.ones(1, 3, dtype=torch.int64))  # a cache without persistent memory
     assert recordings.warmed == 0
     for model in (plain, fast, fast, fast):
         own = model.new_cache(1, 40)
@@ -261,7 +261,7 @@ def test_tables_that_a_graph_reads_are_kept(make_llama: Build) -> None:
     assert any(accepted_drafts[""][0] is table for accepted_drafts in model._rotation.outgrown if accepted_drafts)
 
 
-# Models that are spread over devices or offloaded: no graphs, and a cache whose layers lie where they are computed.
+# Models on several devices or with offloaded weights: no graphs, and a cache with each layer on its device.
 
 
 def test_an_offloaded_model_decodes_the_same_text(make_llama: Build, tmp_path: Path) -> None:
@@ -295,7 +295,7 @@ def test_a_cache_has_each_layer_on_its_device(lengths: list[int]) -> None:
         assert torch.equal(spread.values[layer], whole.values[layer])
 
 
-# On a device.
+# Tests that need a device.
 
 
 def gpu(test: Any) -> Any:
@@ -327,7 +327,7 @@ def test_a_replay_does_not_synchronise(make_llama: Build) -> None:
     tokens_BN = torch.ones(2, tree.nodes, dtype=torch.int64, device="cuda")
     try:
         for lengths in ([5, 3], [6, 4], [7, 7], [9, 8]):
-            if lengths == [7, 7]:  # by now each shape is captured
+            if lengths == [7, 7]:  # all shapes are captured
                 torch.cuda.set_sync_debug_mode("error")
             cache.set_lengths(lengths)
             fast.logits(fast.extend(cache, tokens_BN[:, :2]))

@@ -1,4 +1,4 @@
-"""Products of the optimised forward, and the weights that it stores."""
+"""Products of the optimised forward, and its stored weights."""
 
 import itertools
 from pathlib import Path
@@ -21,7 +21,7 @@ def test_products_equal_the_matrix_product(
     outputs, inputs = shape
     weight_OI = torch.randn(outputs, inputs, dtype=dtype)
     product = Product(weight_OI)
-    monkeypatch.setattr(products, "fits", lambda weight_OI: False)  # as where there is no compiler
+    monkeypatch.setattr(products, "fits", lambda weight_OI: False)  # as without a compiler
     library = Product(weight_OI)
     assert library.few_rows is None
     unit = 2.0**-8 if dtype == torch.bfloat16 else 2.0**-18
@@ -34,7 +34,7 @@ def test_products_equal_the_matrix_product(
 
 
 def test_frozen_16_bit_weights_are_stored_once(make_llama: Any, tmp_path: Path) -> None:
-    model = make_llama().half().requires_grad_(False)  # of bfloat16 a processor keeps copies, for work in float32
+    model = make_llama().half().requires_grad_(False)  # bfloat16 weights would be copied to float32
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
     thin = LeanDecoder(model)
     for layer, whole in zip(model.model.layers, thin._layers, strict=True):
@@ -61,7 +61,7 @@ def test_trained_weights_keep_their_memory(make_llama: Any, dtype: torch.dtype) 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @torch.inference_mode()
 def test_whole_prompts_equal_prompts_in_parts(make_llama: Any, dtype: torch.dtype) -> None:
-    """Whole prompts need no mask, later parts do."""
+    """Whole prompts need no mask, but later parts of a prompt need one."""
     thin = LeanDecoder(make_llama().to(dtype))
     tokens_BM = torch.randint(0, thin.vocab_size, (2, FEW_ROWS + 9))
     whole, parts = (thin.new_cache(2, tokens_BM.shape[1]) for _ in range(2))

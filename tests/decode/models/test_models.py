@@ -47,7 +47,7 @@ def build(family: str, **overrides: Any) -> PreTrainedModel:
         for parameter in model.parameters():
             if parameter.dim() == 2:
                 parameter.normal_(0.0, 0.2)
-            else:  # norms and biases, which are ones and zeros
+            else:  # norms and biases, which would be ones and zeros
                 parameter.uniform_(0.5, 1.5)
     return model
 
@@ -79,7 +79,7 @@ def tree_against_paths(model: PreTrainedModel, fast: bool, lengths: tuple[int, i
 
 AS_WIDE = {"gpt2": {"n_embd": 64}, "opt": {"hidden_size": 64, "word_embed_proj_dim": 64}}
 AS_WIDE["gemma2"] = {"hidden_size": 64, "head_dim": 16, "query_pre_attn_scalar": 16}
-"""As our C takes them, where a head's width is not told."""
+"""Sizes that the C kernels support, for families without `head_dim` in their configuration."""
 PARTLY = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 MORE: dict[str, list[dict[str, Any]]] = {
     "phi3": [{"hidden_size": 64, "head_dim": 16, "rope_parameters": PARTLY}, {"rope_parameters": PARTLY}],
@@ -124,7 +124,7 @@ def test_the_lean_forward_equals_plain_forwards(family: str, overrides: dict[str
 @pytest.mark.parametrize("family", sorted(LEAN))
 @torch.inference_mode()
 def test_in_16_bits_the_lean_forward_rounds_no_more_than_transformers(family: str) -> None:
-    """Both are compared with float64 over the same weights."""
+    """Both are compared with float64 computations on the same weights."""
     half = build(family, **AS_WIDE.get(family, {"hidden_size": 64, "head_dim": 16})).to(torch.bfloat16)
     exact, thin = copy.deepcopy(half).double(), LeanDecoder(half)
     ids_BM = torch.randint(1, 50, (8, 12), generator=torch.Generator().manual_seed(1))
@@ -163,15 +163,15 @@ ELSEWHERE: list[tuple[str, dict[str, Any]]] = [
     ("opt", {"do_layer_norm_before": False}),
     ("opt", {"word_embed_proj_dim": 16}),
 ]
-"""What the thin forward does not compute."""
+"""Models that the optimised forward does not support."""
 
 
 def test_which_forward_is_used(make_llama: Callable[..., LlamaForCausalLM]) -> None:
     half = make_llama(50).to(torch.bfloat16)
-    assert isinstance(wrap_model(half), LeanDecoder)  # compared with the model's own forwards on the way
+    assert isinstance(wrap_model(half), LeanDecoder)  # checked against the model's own forward
     for family, overrides in ELSEWHERE:
         assert isinstance(wrap_model(build(family, **overrides)), TransformersModel)
-    with pytest.raises(ValueError, match="'bloom'"):  # ALiBi
+    with pytest.raises(ValueError, match="'bloom'"):  # ALiBi is not supported
         wrap_model(build("bloom", vocab_size=50, hidden_size=32, n_layer=2, n_head=4))
 
 
@@ -204,13 +204,13 @@ def test_texts_longer_than_a_sliding_window(family: str, fast: bool) -> None:
     scorer = wrap_model(model, fast=fast)
     assert isinstance(scorer, LeanDecoder) == fast
     assert scorer.max_positions == 512
-    bound = 4e-5 if family == "gemma3_text" and fast else 2e-5  # its norms multiply by up to 2.5
+    bound = 4e-5 if family == "gemma3_text" and fast else 2e-5  # its norms scale by up to 2.5
     assert tree_against_paths(model, fast, (300, 40)) < bound
     endless = wrap_model(build(family, **overrides | {"sliding_window": 512}), fast=fast)
     cache, ids_1T = endless.new_cache(1, 300), torch.arange(300)[None] % 50
     unlike_V = endless.logits(endless.extend(cache, ids_1T))[0, -1] - model(ids_1T).logits[0, -1]
     assert unlike_V.abs().max() > 100 * bound
-    if fast:  # rows of unlike lengths, whose roots are read row by row
+    if fast:  # attention to rows of very different lengths is computed row by row
         wide, lengths = wrap_model(build(family, **overrides | {"max_position_embeddings": 8192})), [6000, 3, 190]
         cache = wide.new_cache(3, 6001)
         for part in (*cache.keys, *cache.values):

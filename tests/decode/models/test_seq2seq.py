@@ -1,7 +1,7 @@
 """Encoder-decoders: decoder states, greedy identity with transformers, exactness of samples, and refusals.
 
-Sources differ in length, and rows of a batch accept different numbers of tokens: both are where relative positions and
-padding go wrong unnoticed.
+Sources differ in length, and rows of a batch accept different numbers of tokens, because both reveal wrong relative
+positions and padding.
 """
 
 import itertools
@@ -26,8 +26,8 @@ from transformers import AutoConfig, AutoModelForSeq2SeqLM, LlamaForCausalLM, Pr
 
 VOCAB = 40
 START = 3
-COUNT = 20  # more than the largest relative distance
-SOURCES = [[5, 9, 3, 7, 1], [8], [0, 11, 0, 39, 2, 4, 17, 1], [6, 1]]  # 0, the padding token, is an ordinary one here
+COUNT = 20  # exceeds the largest relative distance
+SOURCES = [[5, 9, 3, 7, 1], [8], [0, 11, 0, 39, 2, 4, 17, 1], [6, 1]]  # includes the padding token 0
 LOSSLESS: list[tuple[str, dict[str, Any]]] = [
     *((name, {}) for name in ("multi-candidate", "dynamic-tree", "specinfer", "bigram", "suffix", "slim-s")),
     ("medusa", {}),
@@ -46,7 +46,7 @@ SIZES = {
 }
 SCALES = {"relative_attention_bias": 6.0, "shared": 4.0, "q": 0.6, "o": 3.0, "wo": 3.0}
 FAMILIES: dict[str, dict[str, Any]] = {
-    "t5": {"model_type": "t5"},  # as T5 1.0: ReLU, output projected by the embedding, and scaled
+    "t5": {"model_type": "t5"},  # T5 1.0: ReLU, tied and scaled output projection
     "flan-t5": {"model_type": "t5", "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False, "untied": True},
     "mt5": {"model_type": "mt5", "untied": True},
     "umt5": {"model_type": "umt5", "num_layers": 3, "num_decoder_layers": 2},
@@ -54,11 +54,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def build(family: str, seed: int = 2, noise: float = 0.0, **overrides: Any) -> PreTrainedModel:
-    """Return a random model with peaked logits; with `noise` it mostly agrees with that of the same seed."""
+    """Return a random model with peaked logits; with small `noise`, it mostly agrees with the model without noise."""
     settings = SIZES | FAMILIES.get(family, {"model_type": family}) | overrides
     untied = settings.pop("untied", False)
     config = AutoConfig.for_model(settings.pop("model_type"), **settings)
-    # Eager, because the decoder of UMT5 is not causal in transformers 5.17 where SDPA is left without a mask.
+    # Eager attention, because the decoder of UMT5 is not causal with SDPA without a mask in transformers 5.17.
     model = AutoModelForSeq2SeqLM.from_config(config, attn_implementation="eager").eval()
     if untied:
         model.lm_head.weight = torch.nn.Parameter(torch.empty_like(model.lm_head.weight))
@@ -70,7 +70,7 @@ def build(family: str, seed: int = 2, noise: float = 0.0, **overrides: Any) -> P
             if parameter.dim() == 2:
                 parameter.normal_(0.0, scale, generator=generator)
                 parameter += noise * scale * torch.randn(parameter.shape, generator=disturbance)
-        # A tied projection would say each token again; signs of the last norm's weight keep it from that.
+        # A tied projection would repeat each token; random signs in the last norm's weight prevent that.
         model.decoder.final_layer_norm.weight.normal_(0.0, 2.0 if untied else 20.0, generator=generator)
     model.generation_config.eos_token_id = None
     return model
@@ -89,7 +89,7 @@ def scorer(family: str, noise: float = 0.0) -> LanguageModel:
 
 @cache
 def expected(family: str) -> tuple[list[list[int]], int, list[list[int]]]:
-    """Return the output of transformers for each source, without and with an end-of-sequence token."""
+    """Return the outputs of transformers without an end token, an end token, and the outputs with it."""
     model = build(family)
     full = [greedy(model, source, COUNT) for source in SOURCES]
     assert min(len(set(ids)) for ids in full) >= 3, "rows that repeat themselves would hide wrong positions"
@@ -113,7 +113,7 @@ def run(
 
 @pytest.fixture
 def make_parts(make_heads: Callable[..., torch.nn.Module]) -> Callable[..., Parts]:
-    """Return all artifacts for a target of this family."""
+    """Return a function that builds all draft artifacts for a target of a family."""
 
     def make(family: str) -> Parts:
         table = BigramTable.from_documents([np.random.default_rng(0).integers(0, VOCAB, 2000)], VOCAB)
@@ -125,7 +125,7 @@ def make_parts(make_heads: Callable[..., torch.nn.Module]) -> Callable[..., Part
 @torch.inference_mode()
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_tree_forward_equals_plain_forwards(family: str) -> None:
-    """Sources differ in length, and committed tokens lie within and beyond the largest distance."""
+    """Sources differ in length, and committed tokens lie within and beyond the largest relative distance."""
     target = scorer(family)
     generator = torch.Generator().manual_seed(1)
     lengths = [20, 1, 5, 3]
@@ -173,7 +173,7 @@ def test_greedy_output_equals_transformers(
     assert len(stopped[0]) <= 7
     output, steps = run(target, name, parts, **options)
     assert output == full
-    if (family, name) == ("flan-t5", "speculative"):  # rows that accept different numbers of tokens are among them
+    if (family, name) == ("flan-t5", "speculative"):  # some steps accept different numbers of tokens in the rows
         assert any(len({len(ids) for ids in step.new_ids}) >= 3 for step in steps)
     assert run(target, name, parts, limits=Limits(COUNT, (stop,)), **options)[0] == stopped
     assert [run(target, name, parts, [source], **options)[0][0] for source in SOURCES[:2]] == full[:2]

@@ -1,8 +1,8 @@
-"""The exact distribution of verified chains: every draft of five tokens over three, without sampling.
+"""The exact distribution of verified chains, for every draft of five tokens from a vocabulary of three.
 
-A verifier is a function of the draft and of its random numbers. With all numbers but one held, that one's threshold is
-found by bisection, to 2^-40; so are the probabilities of the token behind. What it writes, with the target's own
-continuation, must have the target's probability: 3^6 texts for each of three pairs of models, which are one batch.
+A verifier is a function of the draft and of its random numbers. The threshold of one number is determined by bisection
+to 2^-40 with all other numbers fixed, and so are the probabilities of the next token. The output, continued by the
+target, must have the target's probability for all 3^6 texts and three pairs of models, which form one batch.
 
 Shape letters: P pairs of models, E drafts, B = P E rows, K depth, V vocabulary, X texts.
 """
@@ -23,12 +23,12 @@ PAIRS, VOCAB, DEPTH = 3, 3, 5
 ALMOST = 1 - 2**-50
 DRAFTS_EK = torch.tensor(list(itertools.product(range(VOCAB), repeat=DEPTH)))
 Models = tuple[Tensor, Tensor]
-"""Of target and drafter, what follows each token, [P, V, V]; a text begins behind token 0."""
+"""Next-token distributions of target and drafter after each token, [P, V, V]; texts start after token 0."""
 SAMPLINGS = [Sampling(0.5), Sampling(1.0), Sampling(2.0), Sampling(1.0, top_k=2), Sampling(1.0, top_p=0.7)]
 
 
 class GivenRng(Rng):
-    """Random numbers with given values."""
+    """`Rng` that returns given random numbers."""
 
     def __init__(self, uniform_BU: Tensor) -> None:
         self._uniform_BU = uniform_BU
@@ -39,7 +39,7 @@ class GivenRng(Rng):
 
 
 def bisected(passes: Callable[[Tensor], Tensor], rows: int) -> Tensor:
-    """Return the number [B] below which each row passes."""
+    """Return the threshold [B] below which each row passes, by bisection."""
     low_B, high_B = torch.zeros(rows).double(), torch.ones(rows).double()
     for _ in range(40):
         middle_B = (low_B + high_B) / 2
@@ -49,7 +49,7 @@ def bisected(passes: Callable[[Tensor], Tensor], rows: int) -> Tensor:
 
 
 def law(rule: Verifier, models: Models) -> Tensor:
-    """Return the distribution [P, X] of the first DEPTH + 1 tokens."""
+    """Return the distribution [P, X] of the first DEPTH + 1 tokens with a verifier."""
     target_PVV, draft_PVV = models
     rows = PAIRS * len(DRAFTS_EK)
     drafts_BK = DRAFTS_EK.repeat(PAIRS, 1)
@@ -60,7 +60,7 @@ def law(rule: Verifier, models: Models) -> Tensor:
     proposal = Proposal(Tree.chain(DEPTH), tokens_BN, draft_BKV)
 
     def forced_numbers(level: int, number_B: Tensor, last_B: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return random numbers with which tests before `level` pass if they can and later ones fail if they can."""
+        """Verify with numbers that pass the tests before `level` and fail the later tests, if possible."""
         uniform_BU = torch.full((rows, DEPTH + 1), ALMOST).double()
         uniform_BU[:, :level], uniform_BU[:, -1] = 0.0, 0.0 if last_B is None else last_B
         if level < DEPTH:
@@ -76,9 +76,9 @@ def law(rule: Verifier, models: Models) -> Tensor:
     found_PX = torch.zeros(PAIRS, VOCAB ** (DEPTH + 1)).double()
     drawn_B = draft_BKV.gather(2, drafts_BK[..., None])[..., 0].prod(1)
     for count in range(DEPTH + 1):
-        if isinstance(rule, ExactBlock):  # the largest that passes
+        if isinstance(rule, ExactBlock):  # accepts up to the last level that passes
             chance_B = (1 - pass_BK[:, count:]).prod(1) * (pass_BK[:, count - 1] if count else 1)
-        else:  # all before the first that fails
+        else:  # accepts up to the first level that fails
             chance_B = pass_BK[:, :count].prod(1) * (1 - pass_BK[:, count] if count < DEPTH else 1)
         chance_B = chance_B * drawn_B
         possible_B = forced_numbers(count, fails_B)[0] == count
@@ -100,7 +100,7 @@ def law(rule: Verifier, models: Models) -> Tensor:
 
 
 def target_law(target_PVV: Tensor) -> Tensor:
-    """Return the distribution [P, X] of the target."""
+    """Return the distribution [P, X] of the target's first DEPTH + 1 tokens."""
     texts_XT = torch.tensor(list(itertools.product(range(VOCAB), repeat=DEPTH + 1)))
     before_XT = torch.nn.functional.pad(texts_XT, (1, 0))[:, :-1]
     return target_PVV[:, before_XT, texts_XT].prod(2)

@@ -1,18 +1,17 @@
-"""Rates of rejection and the cost of over-acceptance: the papers' formulas compared with engine and verifiers.
+"""Rejection rates and the cost of over-acceptance: the papers' formulas compared with the engine and its verifiers.
 
-Rejections: Yin et al. 2024, "A theoretical perspective for speculative decoding", theorems 1 to 4. Its setting is free
-drafts of unbounded length: here `gamma` is as large as the number of tokens, so that a step ends by a rejection or with
-the text, and rejections of tokens that the limit cuts off are not counted. The models are non-stationary Markov chains,
-another table at every position, for which the formulas are sums that dynamic programming computes exactly. Acceptance
-of several candidates: the multi-candidate paper, appendices A and C, and SpecTr.
+Rejections follow theorems 1 to 4 of Yin et al. 2024, "A theoretical perspective for speculative decoding". The theorems
+assume free drafts of unbounded length. Here `gamma` equals the number of tokens, so that a step ends by a rejection or
+with the text; rejections of tokens beyond the limit are not counted. The models are Markov chains with a different
+table at every position, for which dynamic programming computes the formulas exactly. The acceptance of several
+candidates follows appendices A and C of the multi-candidate paper, and SpecTr.
 
-A mean over independent rows lies within three standard errors of a right expectation with a probability of 99.7 %, so
-each such comparison is wrong about a correct method with probability 0.3 % when its seed is drawn anew; the seeds are
-fixed, so what passes goes on passing. How far wrong formulas lie is asserted beside it. Where five standard errors are
-allowed, that probability is one in two million.
+The mean over independent rows lies within three standard errors of its expectation with a probability of 99.7 %. A
+correct method would thus fail such a comparison for 0.3 % of the seeds; the seeds are fixed. The tests also assert that
+wrong formulas are far away. With a tolerance of five standard errors, the probability is one in two million.
 
-Shape letters: B batch, G grid, T positions, V vocabulary. In tables the last index is the next token, the one before
-the last token. Formulas name the target's distribution p and the drafter's q, as the verifiers do.
+Shape letters: B batch, G grid, T positions, V vocabulary. In tables [T, V, V] the last two indices are the previous and
+the next token. In formulas, p is the target's distribution and q is the drafter's, as in the verifiers.
 """
 
 import itertools
@@ -30,8 +29,8 @@ from draftsmith.decode.warpers import Sampling
 from helpers import closed_forms as theory
 
 VOCAB, TOKENS, ROWS = 8, 50, 2000
-BATCH_TOKENS = 30  # trees of several drafts are wide
-START = VOCAB - 1  # the token that texts begin with
+BATCH_TOKENS = 30  # fewer, since trees of several drafts are large
+START = VOCAB - 1  # the first token of all texts
 SAMPLING = Sampling(1.0)
 MakeMarkov = Callable[[torch.Tensor], LanguageModel]
 MakeStream = Callable[[int, int], Rng]
@@ -40,8 +39,8 @@ MakeStream = Callable[[int, int], Rng]
 def random_tables(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return tables [T, V, V] of a target and of a drafter.
 
-    The target leans to high tokens, after which the drafter is wrong more often; the drafter leans to low ones. So it
-    matters by which of the two chains a prefix is weighted.
+    The target prefers high tokens, after which the drafter is wrong more often, and the drafter prefers low tokens.
+    Therefore it matters which of the two chains weights the prefixes.
     """
     generator = torch.Generator().manual_seed(seed)
     draws = [1.2 * torch.randn(TOKENS, VOCAB, VOCAB, generator=generator, dtype=torch.float64) for _ in range(2)]
@@ -62,7 +61,7 @@ def rejections(
     """Return E[N_rej] = Σₙ E TV(pₙ, qₙ) of T tokens of a Markov chain (arXiv 2411.00841, theorem 1).
 
     Drafts are free and unbounded: a step ends by a rejection or with the text, which begins with `start`. The formula
-    is right where the target's chain weighs the prefixes, the default.
+    is correct if the target's chain weights the prefixes, which is the default.
     """
     prefix_V = np.eye(target_TVV.shape[-1])[start]
     total = 0.0
@@ -78,15 +77,15 @@ def batch_rejections(
 ) -> float:
     """Return E[N_rej] of batch speculative decoding: Σₙ E TV(pₙ, qₙ) - Σₙ Σ f(x₁..ₙ₋₁) [TV(pₙ, qₙ) - Πₘ TV(pₙᵐ, qₙ)].
 
-    f(x₁..ₙ) is the probability that the prefix is x₁..ₙ and that its last token took the place of a refused one. Of the
-    chain only the last token matters, so f is kept by it. It follows from the target's own probability of the prefix,
-    which the output has because it is unbiased: where the last token was not a replacement there is one candidate,
-    refused with probability TV(p, q) and replaced from [p - q]+; where it was, all M are refused with probability
-    Π TV(pᵐ, q) and replaced from pᴹ⁺¹. Source: arXiv 2411.00841, theorem 3 (second part) and Algorithm 4.
+    f(x₁..ₙ) is the probability that the prefix is x₁..ₙ and that its last token replaced a rejected one. In a Markov
+    chain f only depends on the last token. The output is unbiased, so that prefixes have the target's probability. If
+    the last token was not a replacement, there is one candidate, which is rejected with probability TV(p, q) and
+    replaced by a sample from [p - q]+. Otherwise all M candidates are rejected with probability Π TV(pᵐ, q) and
+    replaced by a sample from pᴹ⁺¹. Source: arXiv 2411.00841, theorem 3 (second part) and Algorithm 4.
 
     Args:
-        drafts: M.
-        first: f of the empty prefix. M drafts are made at the start too, so it is 1.
+        drafts: Number of drafts M.
+        first: f of the empty prefix; 1 if there are M drafts at the start too.
     """
     prefix_V = np.eye(target_TVV.shape[-1])[start]
     replaced_V = first * prefix_V
@@ -116,14 +115,14 @@ def expected_batch_rejections(
 def count_rejections(
     target: LanguageModel, method: Method, rng: Rng, rows: int, tokens: int = TOKENS
 ) -> tuple[float, float, np.ndarray]:
-    """Return the mean number of rejections in a text, its standard error, and the frequency of each last token."""
+    """Return the mean number of rejections per text, its standard error, and the frequency of each last token."""
     counts_B, steps_B, last_B = np.zeros(rows), np.zeros(rows), np.zeros(rows, dtype=np.int64)
     for step in generate(target, *method, [[START]] * rows, Limits(tokens), SAMPLING, rng):
         kept_B = np.array([len(ids) for ids in step.new_ids])
-        counts_B += step.active & step.rejected & (kept_B == step.accepted + 1)  # else the limit cut it off
+        counts_B += step.active & step.rejected & (kept_B == step.accepted + 1)  # not those beyond the limit
         steps_B += step.active
         last_B[step.active] = [ids[-1] for ids in step.new_ids if ids]
-    assert np.isin(steps_B - counts_B, (0, 1)).all()  # a step ends by a rejection; the last one may end with the text
+    assert np.isin(steps_B - counts_B, (0, 1)).all()  # only the last step may end without a rejection
     return float(counts_B.mean()), float(counts_B.std(ddof=1) / rows**0.5), np.bincount(last_B, minlength=VOCAB)
 
 
@@ -136,7 +135,7 @@ def test_speculative_rejections_are_the_sum_of_total_variations(
     method = build_method("speculative", Parts(make_markov(draft_TVV)), SAMPLING, gamma=TOKENS)
     mean, error, _ = count_rejections(make_markov(target_TVV), method, make_stream(seed, ROWS), ROWS)
     expected = expected_rejections(target_TVV, draft_TVV, target_TVV)
-    assert 10 < expected < 25  # neither hardly any rejections nor hardly anything else
+    assert 10 < expected < 25  # neither very few nor almost only rejections
     assert abs(mean - expected) < 3 * error
     assert abs(expected_rejections(target_TVV, draft_TVV, draft_TVV) - expected) > 10 * error
 
@@ -173,7 +172,7 @@ GRID = 20_000
 
 
 class Fixed(Rng):
-    """Random numbers with the same given values at every call."""
+    """`Rng` that returns the same given numbers at every call."""
 
     def __init__(self, uniform_BU: torch.Tensor) -> None:
         self._uniform_BU = uniform_BU
@@ -186,8 +185,8 @@ class Fixed(Rng):
 def one_step(verifier: Verifier, target_V: torch.Tensor, draft_V: torch.Tensor) -> tuple[float, np.ndarray]:
     """Return the probability of a rejection and the output distribution with one draft token.
 
-    Every draft token is given to it with each of evenly spaced random numbers for the acceptance, and then, refused,
-    with each of them for the token drawn instead: every probability comes out to within 1 / GRID.
+    Every draft token is verified with each of GRID evenly spaced random numbers for the acceptance. Then every draft
+    token is rejected, with each of these numbers for the replacement. All probabilities are exact to within 1 / GRID.
     """
     even_G = (torch.arange(GRID, dtype=torch.float64) + 0.5) / GRID
     token_B, even_B = torch.arange(VOCAB).repeat_interleave(GRID), even_G.repeat(VOCAB)
@@ -213,8 +212,8 @@ def total_variation(first_V: np.ndarray, second_V: np.ndarray) -> float:
 def test_over_acceptance_lies_on_the_pareto_line_or_above_it(make_markov: MakeMarkov, seed: int) -> None:
     """Formulas 4 and 5 are evaluated by enumeration, without sampling.
 
-    OPT has the bias Loss*, below which no other distribution after a refusal gets, and rejections and bias add up to
-    TV(p, q). UNO's output is b q + (1 - Σ b q) p, which lies above the line wherever something is refused.
+    OPT has the bias Loss*, which no other distribution after a rejection can reduce; rejections and bias sum to
+    TV(p, q). UNO's output is b q + (1 - Σ b q) p, which lies above this line unless nothing is rejected.
     """
     target_TVV, draft_TVV = random_tables(seed)
     target_V, draft_V = target_TVV[0, 3], draft_TVV[0, 3]
@@ -236,12 +235,12 @@ def test_over_acceptance_lies_on_the_pareto_line_or_above_it(make_markov: MakeMa
         assert all(total_variation(b * q + rejection * other, p) > loss - 1e-12 for other in others)
         above.append(rejected_too + total_variation(simple, p) - total_variation(p, q))
         assert above[-1] > -tolerance
-    assert above[0] > 0.02  # even without over-acceptance the target's own distribution is the wrong one to draw from
-    assert above[-1] == pytest.approx(0, abs=tolerance)  # nothing is refused at ε = 1
+    assert above[0] > 0.02  # sampling replacements from the target is biased even without over-acceptance
+    assert above[-1] == pytest.approx(0, abs=tolerance)  # nothing is rejected at ε = 1
 
 
 def random_distributions(count: int, vocab: int, seed: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Return pairs of p and q, both flat and sharp, similar and different."""
+    """Yield pairs of flat and sharp distributions p and q, some similar and some different."""
     rng = np.random.default_rng(seed)
     for number in range(count):
         p, other = rng.dirichlet(np.full(vocab, (0.1, 0.5, 2.0)[number % 3]), 2)
@@ -258,7 +257,7 @@ def refused(p: np.ndarray, q: np.ndarray, k: int) -> np.ndarray:
 def level_counts(
     make_markov: MakeMarkov, make_stream: MakeStream, name: str, p: np.ndarray, q: np.ndarray, **options: object
 ) -> list[int]:
-    """Return how many of 40,000 rows reach each level in one step with equal p and q at all levels."""
+    """Return how many of 40,000 rows reach each level in one step; all levels have the same p and q."""
     rows = 40_000
     target, drafter = (make_markov(torch.from_numpy(table).expand(1, len(table), -1)) for table in (p, q))
     method = build_method(name, Parts(drafter), SAMPLING, **options)
@@ -283,13 +282,13 @@ def test_both_accept_as_much_as_their_formulas_say(make_markov: MakeMarkov, make
         assert len(counts) == 4
         for k, (whole, part) in zip((4, 2, 1), itertools.pairwise(counts), strict=True):
             assert_share(part, whole, acceptance(k))
-    assert abs(acceptances["multi-candidate"](4) - acceptances["naive-multi-candidate"](4)) > 0.03  # 12 errors apart
+    assert abs(acceptances["multi-candidate"](4) - acceptances["naive-multi-candidate"](4)) > 0.03  # 12 standard errors
 
 
 def k_seq(p: np.ndarray, q: np.ndarray, chains: int) -> tuple[float, float]:
-    """Return ρ of SpecTr's k-SEQ, 1 - (1 - β)^k = ρβ with β = Σ min(q, p/ρ), by bisection, and its acceptance.
+    """Return ρ of SpecTr's k-SEQ and its acceptance probability.
 
-    Source: Sun et al. 2023, Algorithm 2 and theorem 2.
+    Bisection solves 1 - (1 - β)^k = ρβ with β = Σ min(q, p/ρ) (Sun et al. 2023, Algorithm 2 and theorem 2).
     """
     low, high = 1.0, float(chains)
     for _ in range(60):
@@ -306,7 +305,7 @@ def test_k_seq_accepts_as_much_as_its_formula_says(make_markov: MakeMarkov, make
     assert_share(part, whole, k_seq(p, q, k)[1])
 
 
-# The closed forms themselves.
+# Tests of the closed forms.
 
 
 def pairs(count: int, vocab: int, seed: int) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -316,7 +315,7 @@ def pairs(count: int, vocab: int, seed: int) -> list[tuple[np.ndarray, np.ndarra
 
 @pytest.mark.parametrize("k", [1, 2, 3])
 def test_multi_candidate_sampling_gives_the_target(k: int) -> None:
-    """All sequences of draws are enumerated."""
+    """The expected values come from an enumeration of all sequences of draws."""
     for p, q in pairs(5, 4, k):
         accepted, refused = np.zeros_like(p), np.zeros_like(p)
         for draws in itertools.product(range(4), repeat=k):

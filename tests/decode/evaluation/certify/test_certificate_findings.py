@@ -44,7 +44,7 @@ def certify(
 
 
 class SecondOfTwins(GreedyMatch):
-    """Verifier that takes token 6 where token 5 is the most likely one."""
+    """Verifier that selects token 6 whenever token 5 is the most likely one."""
 
     def verify(self, proposal: Proposal, target_BNV: torch.Tensor, rng: Rng) -> Verdict:
         best_B = target_BNV[:, 0].argmax(-1)
@@ -52,7 +52,7 @@ class SecondOfTwins(GreedyMatch):
 
 
 def test_near_ties_are_listed_and_larger_differences_are_faults(make_llama: MakeLlama) -> None:
-    """Tokens 5 and 6 have nearly equal logits, until they move apart."""
+    """Tokens 5 and 6 have equal logits first, and clearly different ones later."""
     model = make_llama(VOCAB, sharpness=1.5)
     with torch.no_grad():
         model.lm_head.weight[5] += 1.0 * model.lm_head.weight.mean(0) + 0.4 * torch.randn(32).sign()
@@ -83,12 +83,12 @@ def test_near_ties_are_listed_and_larger_differences_are_faults(make_llama: Make
 @pytest.mark.parametrize(
     ("sampling", "token", "kept"),
     [
-        (Sampling(1.0, top_k=2), 2, True),  # as good as the second
+        (Sampling(1.0, top_k=2), 2, True),  # tied with the second token
         (Sampling(1.0, top_k=2), 3, False),
-        (Sampling(1.0, top_p=0.6), 2, True),  # 0.6 of all before it, all but
+        (Sampling(1.0, top_p=0.6), 2, True),  # the tokens before it have a mass of nearly 0.6
         (Sampling(1.0, top_p=0.6), 3, False),
         (Sampling(1.0, top_k=2, top_p=0.9), 3, False),
-        (Sampling(1.0), 3, False),  # nothing is cut: probability 0 is what it says
+        (Sampling(1.0), 3, False),  # the support contains all tokens
     ],
     ids=str,
 )

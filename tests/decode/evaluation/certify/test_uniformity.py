@@ -1,4 +1,4 @@
-"""Tests of uniformity accept texts that follow their distributions, and find the biases that they promise.
+"""Tests of uniformity accept texts that follow their distributions, and detect biases with the stated power.
 
 Shape letters: X tokens, V vocabulary.
 """
@@ -37,7 +37,7 @@ def draw(probs_XV: torch.Tensor, rng: np.random.Generator) -> torch.Tensor:
 def evidence_of(
     target_XV: torch.Tensor, draft_XV: torch.Tensor, token_X: torch.Tensor, rng: np.random.Generator, row: int = 16
 ) -> Evidence:
-    """Return the evidence of tokens in rows of 16, ordered by the drafter's preference."""
+    """Return the evidence of tokens, split into rows of `row` tokens and ordered by the drafter's preference."""
     uniform_X = torch.from_numpy(rng.random(len(token_X)))
     u_X = transform(target_XV, draft_XV / target_XV, token_X, uniform_X)
     parts = (u_X, *favoured_excess(target_XV, draft_XV > target_XV, token_X))
@@ -53,7 +53,7 @@ def without_favour(uniforms: list[np.ndarray]) -> Evidence:
 def test_the_transform_equals_a_plain_implementation(tokens: int, vocab: int) -> None:
     rng = np.random.default_rng(tokens)
     probs_XV = rng.dirichlet(np.ones(vocab), tokens)
-    scores_XV = rng.integers(0, 3, (tokens, vocab)).astype(float)  # many are equal
+    scores_XV = rng.integers(0, 3, (tokens, vocab)).astype(float)  # with many equal scores
     token_X, uniform_X = rng.integers(0, vocab, tokens), rng.random(tokens)
     wanted = []
     for probs_V, scores_V, token, uniform in zip(probs_XV, scores_XV, token_X, uniform_X, strict=True):
@@ -73,9 +73,9 @@ def test_p_values_of_correct_texts_are_rarely_small() -> None:
         for result in uniformity_tests(evidence, rng):
             assert result.p_value > 1e-6
             found[result.test] += result.p_value < 0.05
-    # 300 runs at 5 %: more than 33 have probability 1e-5
+    # more than 33 rejections in 300 runs at level 5 % have probability 1e-5
     assert max(found.values()) <= 33, found
-    # the chi-square tests are not cautious: fewer than 2 are as unlikely
+    # the chi-square tests are not conservative: fewer than 2 rejections are as unlikely
     assert min(found[test] for test in ("bins", "neighbours")) >= 2, found
 
 

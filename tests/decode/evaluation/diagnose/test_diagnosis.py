@@ -1,4 +1,4 @@
-"""Agreement on given texts compared with plain forwards, and the findings of the stages."""
+"""Agreement on given texts equals that of plain forwards, and significant losses between stages are reported."""
 
 from typing import Any
 
@@ -49,7 +49,7 @@ def logits_of(model: LlamaForCausalLM, ids: list[int]) -> torch.Tensor:
 
 
 def expected(target: torch.Tensor, draft: torch.Tensor, best: int, said: int, sampling: Sampling, draws: bool) -> Any:
-    """Return hit, overlap, agree and accepted of one token, by loops over the vocabulary."""
+    """Compute the measures of one token (hit, overlap, agree, accepted) by loops over the vocabulary."""
     p, q = target.softmax(-1).tolist(), draft.softmax(-1).tolist()
     overlap = sum(min(one, other) for one, other in zip(p, q, strict=True))
     warped_p, warped_q = (warp(each[None], sampling)[0].tolist() for each in (target, draft))
@@ -89,7 +89,7 @@ def test_scores_of_heads_are_of_later_tokens(models: Any, make_heads: Any, sampl
             states_TD = target.model(torch.tensor([ids])).last_hidden_state[0]
         for place, said in enumerate(text):
             for head in range(3):
-                state = len(prompt) + place - 2 - head  # it speaks of the token 2 + head places behind its own
+                state = len(prompt) + place - 2 - head  # this head predicts the token 2 + head positions later
                 valid = place >= head and state >= 0 and (kept is None or kept[place])
                 assert scores.valid_KT[head, at] == valid
                 if valid:
@@ -163,7 +163,7 @@ def test_draft_attempts_are_those_of_decoding(
             agreed = scores.measures["agree"][each.depth if name == "bpd" else 0, starts[number] + each.position]
             assert each.accepted == (each.drafted == texts[number][each.position]) == bool(agreed)
     count = sum(map(len, found))
-    assert 0 <= tally.examined - count <= 3 * len(prompts)  # all but those behind the limit
+    assert 0 <= tally.examined - count <= 3 * len(prompts)  # decoding also examines drafts beyond the limit
     assert sum(not each.accepted for row in found for each in row) <= tally.rejections
 
 
@@ -177,7 +177,7 @@ def test_only_significant_losses_are_reported() -> None:
 
     (found,) = stage_findings(stages([5.0, 6.0, 5.0, 6.0]))
     assert (found.check, found.is_fault, found.lost) == ("drafting", False, pytest.approx(0.35))
-    assert stage_findings(stages([0.0, 10.0, 10.0, 10.0])) == [], "one text of four"
+    assert stage_findings(stages([0.0, 10.0, 10.0, 10.0])) == [], "the loss comes from one text of four"
     record, files = (Stage(key, key, value) for key, value in (("record", 0.8), ("files", 0.7)))
     for other, cause in ((False, "export"), (True, "target")):
         (found,) = stage_findings([record, files], other_target=other)
@@ -191,7 +191,7 @@ def test_files_are_compared_with_incomplete_training_metrics() -> None:
     (found,) = stage_findings([record, files])
     assert (found.check, found.lost) == ("export", None)
     assert "head1_top1 0.500 → 0.485" in found.what
-    assert stage_findings([record, files], rounds=True) == [], "as much is lost to 16 bits"
+    assert stage_findings([record, files], rounds=True) == [], "rounding to 16 bits can cause this loss"
 
 
 SERVED = {"a": 10, "b": 20, "c": 12}
@@ -218,4 +218,4 @@ def test_measurements_take_precedence_over_predictions() -> None:
     here = ServerPrediction("speculative", 2, [0.5, 0.5], {}, {"a": (60, 20), "b": (30, 20), "c": (1, 1)})
     assert here.tokens_per_step(2, ["a", "b", "unknown"]) == 90 / 40
     assert here.tokens_per_step(2, ["unknown"]) == here._replace(measured={}).tokens_per_step(2, ["a"]) == 1.75
-    assert here.tokens_per_step(1, ["a", "b"]) == 1.5, "of shorter drafts only the acceptance rates are known"
+    assert here.tokens_per_step(1, ["a", "b"]) == 1.5, "shorter drafts are predicted from the acceptance rates"

@@ -1,4 +1,4 @@
-"""Tests of the tuner, its search space, and the plan of `forge`, on fixed measurements."""
+"""The tuner, its search space and the plan of `forge`, tested on fixed measurements."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -31,7 +31,7 @@ def measured(label: str, tokens: float, speedup: float, spread: float = 0.05, **
 
 def test_latency_curves_are_monotonic_and_extrapolated() -> None:
     curve = Curve.through((1, 2, 4, 8), (1.0, 3.0, 2.0, 6.0))
-    assert curve.seconds == (1.0, 2.5, 2.5, 6.0)  # the falling pair is levelled out
+    assert curve.seconds == (1.0, 2.5, 2.5, 6.0)  # the decreasing pair is averaged
     assert [curve(nodes) for nodes in (1, 1.5, 3, 6, 8)] == pytest.approx([1.0, 1.75, 2.5, 4.25, 6.0])
     assert curve(12) == pytest.approx(6.0 + 4 * 3.5 / 4)
     assert Curve((3,), (2.0,))(7) == 2.0
@@ -51,7 +51,7 @@ def test_candidates_depend_on_the_target() -> None:
     ("seconds", "able"),
     [
         (lambda tokens: 1 + 0.05 * (tokens - 1), True),
-        (lambda tokens: 0.9 * tokens + 0.1, False),  # each token costs almost what the first does
+        (lambda tokens: 0.9 * tokens + 0.1, False),  # each further token costs almost as much as the first
     ],
 )
 def test_candidates_that_cannot_win_are_not_trained(seconds: Callable[[float], float], able: bool) -> None:
@@ -61,8 +61,7 @@ def test_candidates_that_cannot_win_are_not_trained(seconds: Callable[[float], f
 
 
 def test_the_best_draft_maximises_tokens_per_cost() -> None:
-    """The speedup is (1 + 0.95 + … + 0.95ⁿ) / (1 + 0.14 n) with free target tokens. Parallel drafts cost one
-    forward."""
+    """The speedup with free target tokens is Σᵢ 0.95ⁱ / (1 + 0.14 n). Parallel drafting takes one forward."""
     by_length = [sum(0.95**i for i in range(n + 1)) / (1 + 0.14 * n) for n in range(1, 6)]
     assert best_draft(DRAFTER, lambda tokens: 1.0)[1] == pytest.approx(max(by_length))
     assert best_draft(DRAFTER, lambda tokens: 1.0, [0.5] * 6)[0] < best_draft(DRAFTER, lambda tokens: 1.0)[0]
@@ -71,7 +70,7 @@ def test_the_best_draft_maximises_tokens_per_cost() -> None:
 
 
 def test_the_budget_decides_candidates_rows_and_batches() -> None:
-    """32 steps each, and for the slowest again, take 32 · (1 + 2 + 9 + 9) = 672 s."""
+    """32 steps per candidate, twice for the slowest, take 32 · (1 + 2 + 9 + 9) = 672 s."""
     rates = {"a": 1.0, "c": 9.0, "b": 2.0}
     assert affordable_candidates(rates, 672.0) == (["a", "b", "c"], "")
     names, reason = affordable_candidates(rates, 671.0)
@@ -98,7 +97,7 @@ def test_the_winner_is_steady_and_significantly_faster() -> None:
 
 
 def test_successive_halving() -> None:
-    """Check that at most a quarter of forty settings survives the first round, and four the last."""
+    """At most a quarter of forty settings survive the first round, and four survive the last."""
     speeds, asked = {f"{n}": 1 + n / 100 for n in range(40)} | {"lossy": 0.5, "worse": 0.4}, []
 
     def measure(labels: Sequence[str], number: int, prompts: int) -> list[Measurement]:
