@@ -1,4 +1,4 @@
-"""Fixtures with tiny random models and tokenizers; nothing is downloaded."""
+"""Fixtures that provide tiny random models, heads and a local hub, without downloads."""
 
 import importlib.util
 import os
@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> None:
-    torch.set_num_threads(1)  # tiny models gain nothing from more threads, and test runs may share a machine
+    torch.set_num_threads(1)  # more threads do not speed up tiny models, and test runs may share a machine
 
 
 @pytest.fixture(scope="session")
@@ -37,7 +37,7 @@ def make_llama() -> Callable[..., LlamaForCausalLM]:
         torch.manual_seed(seed)
         model = LlamaForCausalLM(LlamaConfig(**settings)).eval()
         with torch.no_grad():
-            for parameter in model.parameters():  # with the default initialisation, all distributions would be flat
+            for parameter in model.parameters():  # the default initialisation gives flat distributions
                 if parameter.dim() == 2:
                     parameter.normal_(0.0, sharpness * parameter.shape[1] ** -0.5)
         return model
@@ -62,16 +62,16 @@ def make_eagle() -> Callable[..., EagleHeads]:
 
 @pytest.fixture
 def shared_data() -> Path:
-    """Return the directory of real data; skip the test if it does not exist."""
+    """Return the folder of shared real data; skip the test if it does not exist."""
     default = Path(__file__).resolve().parents[2] / "shared" / "data"
     folder = Path(os.environ.get("DRAFTSMITH_SHARED", default))
     if not folder.is_dir():
-        pytest.skip(f"no real data at {folder} (set DRAFTSMITH_SHARED)")
+        pytest.skip(f"there is no shared data at {folder}; set DRAFTSMITH_SHARED")
     return folder
 
 
 class RandomHeads(torch.nn.Module):
-    """Prediction heads with random weights, whose draft tokens are arbitrary."""
+    """Prediction heads with random weights."""
 
     def __init__(self, num_heads: int, hidden_size: int, vocab_size: int, seed: int = 5) -> None:
         super().__init__()
@@ -85,20 +85,20 @@ class RandomHeads(torch.nn.Module):
 
 @pytest.fixture
 def make_heads() -> type[RandomHeads]:
-    """Return the class of heads that any method accepts: `make_heads(num_heads, hidden_size, vocab_size)`."""
+    """Return the class of random prediction heads: `make_heads(num_heads, hidden_size, vocab_size)`."""
     return RandomHeads
 
 
 @pytest.fixture(scope="session")
 def load_script() -> Callable[[Path], ModuleType]:
-    """Return a function that imports a Python file that is also run as a script, such as a worker or benchmark."""
+    """Return a function that imports a Python file by its path, such as a benchmark script."""
 
     def load(path: Path) -> ModuleType:
         spec = importlib.util.spec_from_file_location(f"script_{path.stem}", path)
         assert spec is not None
         assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = module  # dataclasses look for their module there
+        sys.modules[spec.name] = module  # dataclasses look up their module by name
         spec.loader.exec_module(module)
         return module
 
@@ -107,13 +107,13 @@ def load_script() -> Callable[[Path], ModuleType]:
 
 @pytest.fixture(scope="session")
 def stand_in(load_script: Callable[[Path], ModuleType]) -> ModuleType:
-    """Return the module of the local stand-in for the hub."""
+    """Return the module that simulates the hub locally."""
     return load_script(Path(__file__).with_name("checkpoints") / "hub_stand_in.py")
 
 
 @pytest.fixture
 def hub(stand_in: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Yield a local hub to which the client of this process is logged in."""
+    """Yield a local hub, to which the hub client of this process is logged in."""
     with stand_in.running_hub() as started:
         stand_in.point_client(started.url, tmp_path / "home", monkeypatch, stand_in.TOKEN)
         yield started

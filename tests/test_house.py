@@ -24,7 +24,7 @@ FOLDERS = ("checkpoints", "data", "decode", "train", "recipes")
 GROUND = "draftsmith.checkpoints.storage"
 MAY_IMPORT = {
     "checkpoints": set(),
-    "data": {"checkpoints"},  # of it the ground floor alone, `GROUND`
+    "data": {"checkpoints"},  # only the modules in `GROUND`
     "decode": {"data", "checkpoints"},
     "train": {"data", "checkpoints", "decode"},
     "recipes": {"data", "checkpoints", "decode", "train"},
@@ -128,7 +128,7 @@ def test_every_dependency_is_pinned_to_a_version_it_allows(project: dict[str, An
 
 
 def imports(path: Path) -> Iterator[tuple[int, str, str]]:
-    """Return level, module and name of every import in a file, inside functions too."""
+    """Yield the level, module and name of every import in a file, also inside functions."""
     for node in ast.walk(parse_file(path)):
         if isinstance(node, ast.Import):
             yield from ((0, alias.name, "") for alias in node.names)
@@ -137,7 +137,7 @@ def imports(path: Path) -> Iterator[tuple[int, str, str]]:
 
 
 def imported(path: Path) -> set[str]:
-    """Return the modules of the package that a file imports."""
+    """Return the names of the package's modules that a file imports."""
     parts, known = name_of(path).split("."), {name_of(module) for module in MODULES}
     if path.name == "__init__.py":
         parts.append("__init__")
@@ -166,13 +166,13 @@ def test_imports_run_one_way(graph: dict[str, set[str]]) -> None:
 
 
 def folder_of(name: str) -> str:
-    """Return the folder of a module, or the module itself if it lies in a room."""
+    """Return the name of a module's folder, or of the module itself if it is directly in a room."""
     is_folder = (ROOT / Path(*name.split(".")[1:])).is_dir()
     return name if is_folder or name.count(".") <= 2 else name.rpartition(".")[0]
 
 
 def depth(graph: dict[str, set[str]]) -> int:
-    """Return the number of files on the longest path of imports."""
+    """Return the number of files on the longest chain of imports."""
     longest: dict[str, int] = {}
     for name in TopologicalSorter(graph).static_order():
         longest[name] = 1 + max((longest[other] for other in graph.get(name, ())), default=0)
@@ -246,7 +246,7 @@ def test_markdown_lines_fit_into_120_columns() -> None:
         (FOLDERS, [], OPTIONAL),
         (("decode", "checkpoints"), ["draftsmith.train.losses.drafter"], (*OPTIONAL, "pydantic", "typer", "rich")),
     ],
-    ids=["all, with the core alone", "decoding and losses, without what only recipes need"],
+    ids=["all modules, without optional packages", "decoding and losses, without packages for recipes"],
 )
 def test_modules_import(rooms: tuple[str, ...], more: list[str], refused: tuple[str, ...], tmp_path: Path) -> None:
     names = [name_of(path) for path in MODULES if path.relative_to(ROOT).parts[0] in rooms]
@@ -289,7 +289,7 @@ for name in {[name_of(path) for path in MODULES]!r}:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build the wheel of a copy of this checkout with files that must not be packed."""
+    """Build the wheel of a copy of this checkout that also has files which must not be packed."""
     folder = tmp_path_factory.mktemp("wheel")
     left = shutil.ignore_patterns(
         ".git", ".venv", "runs", "build", "dist", "*.egg-info", "__pycache__", ".*_cache", ".hypothesis"
@@ -306,7 +306,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(wheel: Path) -> Path:
-    """Install the wheel into a separate folder."""
+    """Install the wheel into a separate folder and return it."""
     folder = wheel.parent / "installed"
     run("-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target", str(folder), str(wheel), cwd=wheel.parent)
     return folder
@@ -344,4 +344,4 @@ def test_the_repository_contains_no_secrets() -> None:
     files = [ROOT / name for name in names if name and (ROOT / name).is_file()]
     assert len(files) > 30
     found = [path for path in files if known.search(path.read_text(encoding="utf-8", errors="replace"))]
-    assert not found, "they hold what looks like a secret"
+    assert not found, "these files contain text that looks like a secret"

@@ -13,21 +13,21 @@ from typer.main import get_command
 ROOT = Path(__file__).parents[1]
 ROOMS = ("checkpoints", "data", "decode", "train", "recipes")
 FIRST_WORDS = {"What", "Whether", "Of", "How", "That", "Where", "So", "By", "The", "A", "An"}
-"""Words that a function's docstring does not start with: it says what the function does."""
+"""First words that docstrings of functions must not have, since they start with an imperative verb."""
 NAMES = {
     *("said", "told", "found", "kept", "made", "held", "opened", "filled", "seen", "meant", "taken", "gone", "asked"),
     *("shown", "wanted", "given", "beside", "together", "aside", "here", "there", "stands", "theirs", "mine", "side"),
     *("words", "hopes", "soup", "place", "why", "where", "how"),
 }
-"""Participles, pronouns and prepositions that do not name functions, arguments or variables."""
+"""Participles, pronouns and prepositions that must not be names of functions, arguments or variables."""
 UNFINISHED = {f"decode/models/{name}.py" for name in ("lean", "loading", "products/layers", "products/native")}
-"""Files whose variables do not follow the rules yet."""
+"""Files whose names are not checked yet."""
 PHRASES = re.compile(
     r"tokens a step|texts? at a time|plain decoding|a killed run|goes on|\bbeside\b|nobody|own words|inner states"
     r"|read back|look-up|folder of everything|of it all|own answers|\bgo on\b|documents do not see|\bthin forward",
     re.IGNORECASE,
 )
-"""Terms of ours that have a standard term instead."""
+"""Phrases that must be replaced by standard terms."""
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -56,7 +56,7 @@ def test_docstrings_of_public_functions_start_with_a_verb(room: str) -> None:
 
 
 def names(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Yield the line and the name of each function, class, argument and variable; fields may be keys of files."""
+    """Yield the line and name of each function, class, argument and variable, without fields of classes."""
     fields = {id(each.target) for node in ast.walk(tree) if isinstance(node, ast.ClassDef)
               for each in node.body if isinstance(each, ast.AnnAssign)}  # fmt: skip
     for node in ast.walk(tree):

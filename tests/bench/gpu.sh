@@ -1,22 +1,21 @@
 #!/usr/bin/env bash
-# What a GPU is asked in an hour, part by part:
+# Run the GPU benchmarks, one part or all of them:
 #
 #     bash tests/bench/gpu.sh PART [--pretend]
 #
-#     replays     a replayed forward beside the time in which its weights can be read, by rows and context
-#     tests       all that is marked gpu
-#     7b 13b 8b   decoding at real shapes: 7b-68m, 13b-160m, 8b-1b; batches, contexts, graphs, transformers beside
-#     heads       a training step of heads over a model of the 7B shape
-#     real        recipe realpair on the GPU with many questions ($QUESTIONS, $MODEL, $SETTINGS), and Spec-Bench with it
-#     all         one after the other, without real
+#     replays     replayed forward passes compared with the time to read their weights, by rows and context
+#     tests       all tests marked gpu
+#     7b 13b 8b   decoding at real shapes (7b-68m, 13b-160m, 8b-1b): batches, contexts, graphs, and transformers
+#     heads       a training step of prediction heads on a model of the 7B shape
+#     real        recipe realpair on the GPU with many questions ($QUESTIONS, $MODEL, $SETTINGS), then Spec-Bench
+#     all         all parts except real, one after the other
 #
-# Each part takes at most $LIMIT seconds, by default 480, and leaves PART.json (a bench's last line) and PART.log in
-# $OUT, by default gpu-results. Python with torch, transformers and pytest is enough, but for real, which needs pydantic
-# and datasets; wheels in a folder `wheels` are installed first. --pretend: tiny shapes on the processor, so that no
-# part fails for a typo.
+# Each part takes at most $LIMIT seconds (default: 480) and writes PART.json (the benchmark's last line) and PART.log
+# to $OUT (default: gpu-results). Python requires torch, transformers and pytest; part real also requires pydantic and
+# datasets. Wheels in a folder `wheels` are installed first. --pretend runs tiny shapes on the CPU to test this script.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
-part=${1:?which part? replays, tests, 7b, 13b, 8b, heads, real or all}
+part=${1:?choose a part: replays, tests, 7b, 13b, 8b, heads, real or all}
 pretend=${2:-}
 OUT=${OUT:-gpu-results} LIMIT=${LIMIT:-480}
 python=${PYTHON:-python3}
@@ -53,7 +52,7 @@ shapes() { # name, pair, contexts
 run() {
     case $1 in
         replays)
-            # There is nothing to replay on a processor.
+            # A CPU does not replay forward passes.
             [ -n "$pretend" ] || bench replays replays.py 7b 8b 135m 68m ;;
         tests)
             echo "== tests"
@@ -71,7 +70,7 @@ run() {
         real)
             echo "== real: draftsmith quickstart"
             local pair=${PAIR:-runs/gpu} given=()
-            # Blocks of eight a step, and the target's states as they are needed: a GPU makes them faster than a disk.
+            # Eight blocks per step. Hidden states are not cached, since a GPU computes them faster than a disk reads.
             for stage in eagle drafter heads; do given+=("$stage.train.global_batch=8" "$stage.train.micro_batch=8"); done
             given+=(eagle.hidden.cache=null heads.hidden.cache=null drafter.teacher.cache=null drafter.teacher.hidden=null)
             given+=(answers.batch=512 answers.limit=null ${MODEL:+"target=$MODEL"})
@@ -86,7 +85,7 @@ run() {
             bench real-bfloat16 realpair.py --pair "$pair" --alone --tokens 64 --dtype bfloat16 ${BENCH:-} || code=1
             return $code ;;
         *)
-            echo "there is no part $1: replays, tests, 7b, 13b, 8b, heads, real or all" >&2
+            echo "unknown part $1; choose replays, tests, 7b, 13b, 8b, heads, real or all" >&2
             return 2 ;;
     esac
 }

