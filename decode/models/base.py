@@ -1,6 +1,6 @@
-"""Language models that score token trees, and an implementation for any transformers decoder.
+"""Base class for language models that score token trees, and a wrapper for any transformers decoder.
 
-Shape letters: B batch, M new tokens, n tree nodes up to the last new one, S cache slots, V vocabulary, D hidden, G
+Shape letters: B batch, M new tokens, n tree nodes up to the last new node, S cache slots, V vocabulary, D hidden, G
 auxiliary hidden states, H heads, E head width, N tree nodes, L leaves, P nodes of a path.
 """
 
@@ -31,30 +31,30 @@ class Translation(Protocol):
     """Interface for converting token ids between a target and a drafter with different tokenizers."""
 
     def to_drafter(self, ids: Sequence[int]) -> list[int]:
-        """Convert the target's token ids to the drafter's. The result contains at least one id."""
+        """Convert target token ids to drafter token ids. The result contains at least one id."""
 
     def to_target(self, ids: Sequence[int], own: Sequence[int], draft: Sequence[int]) -> list[int]:
-        """Convert draft tokens to target ids. The context is `ids` in the target's ids, and `own` in the drafter's."""
+        """Convert draft tokens to target ids. They continue a text with target ids `ids` and drafter ids `own`."""
 
 
 class AuxiliaryStates:
-    """Mixin for auxiliary hidden states: a target returns them, and an EAGLE-3 drafter takes them as input."""
+    """Mixin for auxiliary hidden states, which a target returns and an EAGLE-3 drafter takes as input."""
 
     aux_layers: tuple[int, ...] = ()
-    """Layers whose inputs `extend` concatenates with the hidden states, which become [B, M, G + D]."""
+    """Layers whose inputs `extend` also returns. They are concatenated before the hidden states, as [B, M, G + D]."""
     required_aux_layers: tuple[int, ...] | None = None
-    """Target layers whose inputs this drafter needs (see `EagleDrafter`). None if it only needs tokens."""
+    """Target layers whose inputs this drafter requires (see `EagleDrafter`). None if it requires only tokens."""
 
     def fuse_aux(self, aux_BMG: Tensor) -> Tensor:
         """Project the target's auxiliary hidden states [B, M, G] to the drafter's input [B, M, D]."""
-        raise AssertionError("this model reads tokens only")
+        raise AssertionError("this model takes only tokens as input")
 
     def set_aux_input(self, above_BMD: Tensor) -> None:
         """Set the hidden states that the next call of `extend` combines with its tokens.
 
-        They belong to the preceding positions: outputs of `fuse_aux`, or hidden states of the drafter.
+        Each token's state is that of the preceding position: an output of `fuse_aux` or a hidden state of the drafter.
         """
-        raise AssertionError("this model reads tokens only")
+        raise AssertionError("this model takes only tokens as input")
 
 
 class DraftVocabulary(ABC):
@@ -77,11 +77,11 @@ class DraftVocabulary(ABC):
 
 
 class CapturedForwards:
-    """Mixin for models that can replay a whole draft as one CUDA graph. By default, drafts run eagerly."""
+    """Mixin for models that can replay a whole draft as one CUDA graph. By default, drafting runs eagerly."""
 
     device: torch.device
     supports_any_length: bool = False
-    """True if one CUDA graph serves sequences of all lengths, because attention stops at each row's last token."""
+    """True if one CUDA graph works for all sequence lengths, because attention stops at each row's last token."""
 
     def run_captured(
         self, cache: KVCache, tree: Tree, key: Hashable, run: Callable[..., tuple[Tensor, ...]], *inputs: Tensor
@@ -110,11 +110,11 @@ class LanguageModel(AuxiliaryStates, DraftVocabulary, CapturedForwards):
     layer_devices: Sequence[torch.device] | None = None
     """Device of each layer, or None if all layers are on `device`."""
     states: str = "after-norm"
-    """Whether `extend` returns hidden states from after or before the final norm: "after-norm" or "before-norm"."""
+    """Kind of hidden states that `extend` returns, after or before the final norm: "after-norm" or "before-norm"."""
     config: Any = None
     """Configuration of the wrapped transformers model, if any."""
     translation: Translation | None = None
-    """Token translation for a drafter whose tokenizer differs from the target's, otherwise None."""
+    """Token translation for a drafter whose tokenizer differs from the target's. None for all other models."""
     windows: tuple[int | None, ...] = ()
     """Attention window of each layer in tokens, including the current token. None for full attention."""
     tree_fault: str | None = None
@@ -122,34 +122,34 @@ class LanguageModel(AuxiliaryStates, DraftVocabulary, CapturedForwards):
 
     @property
     def weights_dtype(self) -> torch.dtype:
-        """Return the dtype of the weights. Hidden states, whose dtype is `dtype`, may be more precise."""
+        """Return the dtype of the weights, which may be narrower than `dtype`, the dtype of the hidden states."""
         return self.dtype
 
     def new_cache(self, batch: int, capacity: int) -> KVCache:
-        """Return an empty key-value cache for `batch` sequences, with at least `capacity` slots for each."""
+        """Return an empty key-value cache for `batch` sequences with at least `capacity` slots per sequence."""
         widths = (self.key_width, self.value_width)
         return KVCache(
             self.layers, batch, self.kv_heads, capacity, *widths, self.dtype, self.device, self.layer_devices
         )
 
     def begin(self, prompts: Sequence[Sequence[int]], extra_slots: int) -> tuple[Sequence[Sequence[int]], KVCache]:
-        """Return the decoder's initial ids (start tokens for encoder-decoders) and an empty cache."""
+        """Return the decoder's initial ids (the prompts, or start tokens for encoder-decoders) and an empty cache."""
         return prompts, self.new_cache(len(prompts), max(len(prompt) for prompt in prompts) + extra_slots)
 
     def extend(
         self, cache: KVCache, tokens_BM: Tensor, tree: Tree | None = None, start: int = 0, stop: int | None = None
     ) -> Tensor:
-        """Run a forward of new tokens after the cached ones, and add their keys and values to the cache.
+        """Run a forward pass on new tokens, and write their keys and values to the cache.
 
         Args:
-            cache: Key-value cache. Its lengths, after which the new tokens are stored, do not change.
-            tokens_BM: Token ids of the nodes start..stop-1 of the tree.
-            tree: Topology of the nodes 0..stop-1. None for a chain.
-            start: Number of tree nodes that earlier calls have run.
-            stop: End of the new nodes (default: start + M).
+            cache: Key-value cache. The new tokens are stored after the committed tokens, and its lengths do not change.
+            tokens_BM: Token ids of the tree nodes start to stop - 1.
+            tree: Topology of the nodes 0 to stop - 1. None for a chain.
+            start: Number of tree nodes that earlier calls have processed.
+            stop: Index after the last new node (default: start + M).
 
         Returns:
-            Hidden states [B, M, D] as selected by `states`, concatenated after the inputs of `aux_layers`.
+            Hidden states [B, M, D] of the kind `states`, or [B, M, G + D] with the inputs of `aux_layers` first.
 
         Raises:
             ValueError: The cache is too small, or the model does not support tree attention.
@@ -175,7 +175,7 @@ class LanguageModel(AuxiliaryStates, DraftVocabulary, CapturedForwards):
         if self.tree_fault is not None:
             works = "autoregressive, speculative, adaptive, prompt-lookup, unigram, bigram, bpd"
             raise ValueError(
-                f"{method} drafts token trees, and {self.tree_fault}; methods that draft chains work: {works}"
+                f"{method} requires tree attention, but {self.tree_fault}; use a method that drafts chains: {works}"
             )
 
     def extend_with_aux(
@@ -186,7 +186,7 @@ class LanguageModel(AuxiliaryStates, DraftVocabulary, CapturedForwards):
         return self.extend(cache, tokens_BM, tree, start)
 
     def _mask(self, cache: KVCache, bias_BMn: Tensor | None, start: int, stop: int, end: int) -> Tensor | None:
-        """Return the additive mask [B or 1, 1, M, end], or None if every new token attends to all slots."""
+        """Return the additive attention mask [B or 1, 1, M, end], or None if every new token attends to all slots."""
         count = stop - start
         if bias_BMn is None:
             if count == 1 and cache.uniform:
@@ -206,7 +206,7 @@ class LanguageModel(AuxiliaryStates, DraftVocabulary, CapturedForwards):
         return mask_BMS[:, None]
 
     def _windowed(self, mask_B1MS: Tensor | None, positions_BM: Tensor, end: int, window: int | None) -> Tensor | None:
-        """Add a layer's attention window to a mask. It hides committed tokens, but no nodes of the same tree."""
+        """Return a mask that also hides tokens outside a layer's attention window, `window` or more positions back."""
         if window is None or end <= window:
             return mask_B1MS
         if mask_B1MS is None:
@@ -225,7 +225,7 @@ _KINDS = "sliding_attention", "full_attention"
 
 
 class SlotCache(Cache):
-    """Adapter through which attention layers of transformers write to and read from a `KVCache`."""
+    """Adapter that lets the attention layers of transformers read and write a `KVCache`."""
 
     def __init__(self, cache: KVCache, start: int, end: int) -> None:
         super().__init__(layers=[])
@@ -285,7 +285,7 @@ class TransformersModel(LanguageModel):
     def _forward(
         self, cache: KVCache, tokens_BM: Tensor, positions_BM: Tensor, mask_B1MS: Tensor | None, start: int, end: int
     ) -> Tensor:
-        if mask_B1MS is None:  # otherwise transformers would make its own mask
+        if mask_B1MS is None:  # otherwise transformers would create its own mask
             mask_B1MS = torch.zeros(1, 1, tokens_BM.shape[1], end, dtype=self.dtype, device=self.device)
         batch = tokens_BM.shape[0]
         masks = {}
@@ -296,7 +296,7 @@ class TransformersModel(LanguageModel):
         inputs = {
             "input_ids": tokens_BM,
             "attention_mask": masks if len(masks) > 1 else next(iter(masks.values())),
-            # Rows that have ended still run beyond the last learned position, and their output is ignored.
+            # Rows that have ended may run beyond the last learned position. Their output is ignored.
             "position_ids": positions_BM.clamp(max=self.max_positions - 1).expand(batch, -1),
             "past_key_values": SlotCache(cache, start, end),
             "use_cache": True,
@@ -332,7 +332,7 @@ def extend_by_path(model: LanguageModel, cache: KVCache, tokens_BN: Tensor, tree
     """
     if tree.is_chain:
         return model.extend(cache, tokens_BN, tree)
-    assert len(tree.parents_BN) == 1, "one topology for all rows"
+    assert len(tree.parents_BN) == 1, "all rows must have the same tree"
     path_LP, leaf_N = tree.leaf_paths
     leaves, rows = len(path_LP), len(tokens_BN)
     by_leaf = model.new_cache(rows * leaves, cache.capacity)
@@ -364,7 +364,7 @@ def bare_model(model: Any) -> Any:
 
 @contextmanager
 def masked_attention(model: Any) -> Iterator[None]:
-    """Return a context manager that replaces flash and flex attention by a kernel with additive masks."""
+    """Return a context manager that replaces flash and flex attention with a kernel that supports additive masks."""
     config = model.config.get_text_config(decoder=True)
     chosen = getattr(config, "_attn_implementation", None) or ""
     if "flash" not in chosen and "flex" not in chosen:
@@ -378,11 +378,11 @@ def masked_attention(model: Any) -> Iterator[None]:
 
 
 def check_same_vocabulary(target: LanguageModel, other: Any, what: str) -> None:
-    """Raise ValueError unless a drafter, table or heads use the target's vocabulary."""
+    """Raise ValueError if a drafter, table or prediction heads have a different vocabulary from the target."""
     if getattr(other, "translation", None) is not None:
-        raise ValueError(f"the {what} has another tokenizer than the target: only `speculative` can use it")
+        raise ValueError(f"the {what} has a different tokenizer from the target: only `speculative` supports this")
     if target.vocab_size != other.vocab_size:
         raise ValueError(
-            f"the {what} has a vocabulary of {other.vocab_size} tokens, the target of {target.vocab_size}: "
-            "they must be the same"
+            f"the vocabulary of the {what} has {other.vocab_size} tokens, but the target's has {target.vocab_size}: "
+            "both must be equal"
         )

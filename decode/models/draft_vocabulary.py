@@ -1,4 +1,4 @@
-"""Draft vocabularies, which restrict a drafter's output projection to some tokens to reduce its latency.
+"""Draft vocabularies, which restrict a drafter's output projection to a subset of tokens to reduce latency.
 
 A token outside the draft vocabulary has draft probability 0, which exact verifiers support (FR-Spec: Zhao et al. 2025,
 arXiv 2502.14856; EAGLE-3: Li et al. 2025, arXiv 2503.01840, which calls the map d2t).
@@ -18,10 +18,10 @@ _BUFFER = "draft_tokens_R"
 
 
 def keep_tokens(model: Any, ids_R: Tensor) -> None:
-    """Restrict a model to a draft vocabulary.
+    """Restrict a model to the draft vocabulary `ids_R`.
 
     Raises:
-        ValueError: The ids are not increasing or exceed the vocabulary.
+        ValueError: The token ids are not increasing or exceed the model's vocabulary.
     """
     weight = stored_weights(model.get_output_embeddings())
     check_tokens(ids_R, weight.shape[0])
@@ -29,7 +29,7 @@ def keep_tokens(model: Any, ids_R: Tensor) -> None:
 
 
 def kept_tokens(model: Any) -> Tensor | None:
-    """Return the token ids of a model's draft vocabulary in increasing order, int64 [R], or None without one."""
+    """Return the token ids of a model's draft vocabulary in increasing order, int64 [R], or None if there is none."""
     return getattr(model, _BUFFER, None)
 
 
@@ -42,7 +42,7 @@ def load_vocabulary(model: Any, folder: Path) -> None:
     """Load the draft vocabulary in `folder`, if there is one, and restrict the model to it.
 
     Raises:
-        ValueError: The file is invalid.
+        ValueError: The file of the draft vocabulary is invalid.
     """
     ids_R = read_vocabulary(folder, stored_weights(model.get_output_embeddings()).shape[0])
     if ids_R is not None:

@@ -32,7 +32,7 @@ class EagleDrafter(LeanDecoder):
         head_RD, int8 = heads.projection().to(weight_DG.dtype), is_int8(heads)
         if int8:
             head_RD = rounded(head_RD)
-        # frequencies in 16 bits would be too inexact for distant positions
+        # 16-bit frequencies would be too inexact for distant positions
         heads.rotary_emb = LlamaRotaryEmbedding(heads.config).to(weight_DG.device)
         self._hold(heads.config, embedding_VD, head_RD, heads, [heads.midlayer], int8)
         self._fuse_aux = self._product(weight_DG)
@@ -54,7 +54,7 @@ class EagleDrafter(LeanDecoder):
         return torch.cat((norm_D, above_D))
 
     def _first(self, embedded_XD: Tensor) -> Tensor:
-        # zeros are used for timing without a target
+        # timing runs have no target, so zeros are used
         above_XD, self._above_XD = self._above_XD, None
         self._embedded_XD = embedded_XD
         if above_XD is None:

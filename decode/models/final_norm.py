@@ -16,7 +16,7 @@ _NAMES = ("norm", "final_layer_norm", "final_layernorm", "ln_f", "norm_f", "deco
 def parse_layers(states: str) -> tuple[int, ...]:
     """Return the layers in a `states` setting such as "layers-2-15-27", or an empty tuple for other settings.
 
-    With such a setting, states are the inputs of these layers, followed by the last hidden states.
+    With such a setting, the hidden states are the inputs of these layers, followed by the last hidden states.
     """
     name, *layers = states.split("-")
     return tuple(map(int, layers)) if name == "layers" else ()
@@ -42,12 +42,12 @@ def final_norm(decoder: nn.Module) -> nn.Module:
         if isinstance(module, nn.Module):
             return module
     kind = getattr(getattr(decoder, "config", None), "model_type", type(decoder).__name__)
-    raise ValueError(f"models of type {kind!r} have no norm after their last layer: use states 'after-norm'")
+    raise ValueError(f"models of type {kind!r} have no norm after the last layer: use states 'after-norm'")
 
 
 @contextmanager
 def norm_input(norm: nn.Module) -> Iterator[list[Tensor]]:
-    """Return a context manager that provides a list with the input of a norm's latest call in this thread."""
+    """Return a context manager that records the input of a norm's latest call in this thread in a list."""
     thread, inputs = threading.get_ident(), list[Tensor]()
 
     def record(_: nn.Module, args: tuple[Any, ...]) -> None:

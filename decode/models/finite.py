@@ -1,4 +1,4 @@
-"""Detection of NaN and infinite logits. They are checked once per step, and errors name the model at fault.
+"""Detection of NaN and infinite logits. Logits are checked once per step, and error messages name the faulty model.
 
 Shape letters: B batch, X distributions of a row, V vocabulary.
 """
@@ -16,8 +16,8 @@ from .products.product import is_int8
 class Watch:
     """Detector of NaN and infinite logits that checks one number per distribution.
 
-    The number, such as the largest logit, must be finite only if the logits are. It should not be a view of the
-    distribution, whose memory would be kept alive.
+    The number, such as the largest logit, must be NaN or infinite if the distribution is damaged. It should not be a
+    view of the distribution, because a view would keep the distribution's memory alive.
     """
 
     def __init__(self) -> None:
@@ -25,11 +25,11 @@ class Watch:
         self._step = 0
 
     def __call__(self, whose: str, number_BX: Tensor, ahead: Any) -> None:
-        """Record one number for each of several distributions.
+        """Record one number per distribution, to be checked in `end_step`.
 
         Args:
-            whose: Model named in the error message, such as "the drafter's". {} is replaced by `ahead` + 1.
-            number_BX: Number of each distribution, such as its largest logit.
+            whose: Owner of the logits in the error message, such as "the drafter's". {} is replaced by `ahead` + 1.
+            number_BX: Number that represents each distribution, such as its largest logit.
             ahead: Number of tokens between the root and the predicted token, [X] or [B, X].
         """
         self._numbers.append((whose, number_BX, ahead))
@@ -56,7 +56,7 @@ class Watch:
             offset = int(torch.as_tensor(ahead).expand(number_BX.shape)[row, column])
             raise ValueError(
                 f"{whose.format(offset + 1)} logits for the token at position {lengths[row] + offset} (row {row}, step "
-                f"{self._step}) are NaN or infinite: its weights are damaged, or its dtype overflows"
+                f"{self._step}) are NaN or infinite: the weights are damaged, or the dtype overflows"
             )
 
 
@@ -66,16 +66,16 @@ def check_finite(logits_XV: Tensor, model: Any) -> None:
         return
     weights = ((name, weight) for name, weight in model.named_parameters() if weight.device.type != "meta")
     wrong = [name for name, weight in weights if not bool(weight.detach().float().isfinite().all())]
-    cause = f"so are {', '.join(wrong[:3])}{' …' * (len(wrong) > 3)}" if wrong else "they overflow in their dtype"
+    cause = f"check the weights {', '.join(wrong[:3])}{' …' * (len(wrong) > 3)}" if wrong else "the dtype overflows"
     name = getattr(model, "name_or_path", "") or f"a model of type {model.config.model_type!r}"
     raise ValueError(f"the logits of {name} are NaN or infinite: {cause}")
 
 
 def tolerances_of(model: Any) -> tuple[float, float]:
-    """Return the tolerances of `check_close` for the dtype of a model's weights.
+    """Return the two tolerances of `check_close` for the dtype of a model's weights.
 
-    The first is for a chain compared with the model's own forward, which rounds differently. The second is for a tree
-    compared with chains of the same implementation.
+    The first applies to a chain compared with the model's own forward, which rounds differently. The second applies to
+    a tree compared with chains of the same implementation.
     """
     if model.dtype == torch.float32 and not is_int8(model):
         return 1e-4, 1e-4
@@ -85,7 +85,7 @@ def tolerances_of(model: Any) -> tuple[float, float]:
 def check_close(
     actual_XV: Tensor, expected_XV: Tensor, model: Any, what: str, tolerance: float, noise: Callable[[], float] = float
 ) -> None:
-    """Raise ValueError if logits are not finite or their `relative_rms` exceeds both `tolerance` and `noise()`."""
+    """Raise ValueError if logits are not finite, or `relative_rms` exceeds both `tolerance` and `noise()`."""
     check_finite(torch.stack((expected_XV, actual_XV)), model)
     difference = relative_rms(actual_XV, expected_XV)
     if not difference <= tolerance and not difference <= (tolerance := max(tolerance, noise())):
@@ -93,9 +93,9 @@ def check_close(
 
 
 def relative_rms(actual_XV: Tensor, expected_XV: Tensor) -> float:
-    """Return the largest RMS difference of logits, relative to the standard deviation of the expected logits.
+    """Return the RMS difference between logits, relative to the expected logits' standard deviation.
 
-    Infinite logits are ignored. Unlike the maximum difference, the result does not grow with the vocabulary.
+    The result is the maximum over all rows. Infinite logits are ignored. It does not grow with the vocabulary size.
     """
     is_finite_XV = expected_XV.isfinite() & actual_XV.isfinite()
     count_X1 = is_finite_XV.sum(-1, keepdim=True).clamp(min=1)

@@ -2,10 +2,10 @@
 
 A graph repeats exactly what was captured: the same addresses, shapes and host values. Therefore:
 
-- Tokens, positions and the mask are computed from buffers with fixed addresses (`_Shape`).
+- Tokens, positions and the mask are read from buffers with fixed addresses (`_Shape`).
 - Keys and values are written to slots given by a tensor (`IndexedCache`), in caches whose memory is reused.
 - Attention reads a number of slots that grows in strides, and slots after a row's last token are masked. If the
-  attention kernel finds the end of a row itself, one graph serves all lengths.
+  attention kernel finds the end of a row itself, one graph works for all lengths.
 
 Shape letters: B batch, M new tokens, W columns of the bias, S cache slots, D hidden.
 """
@@ -26,12 +26,12 @@ from ..tree import Tree
 from .base import LanguageModel
 from .kv_cache import IndexedCache, KVCache
 
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 
 _MOST_FREE_CACHES = 4
 _MANY = 1024
 _MOST_READ = 64
-"""Maximum number of tokens of a chain that is replayed. Each number of tokens needs its own graph."""
+"""Maximum number of tokens in a replayed chain. Each number of tokens requires its own graph."""
 STRIDE = 256
 """Minimum increment of the number of cache slots that attention reads."""
 _KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # cuDNN plans per shape
@@ -40,10 +40,10 @@ _KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBacke
 class Capture(Protocol):
     """Interface for capturing functions on tensors with fixed addresses and replaying them."""
 
-    def warm_up(self, run: Callable[[], Found]) -> Found:
-        """Run the function eagerly, as the first call before a capture."""
+    def warm_up(self, run: Callable[[], Result]) -> Result:
+        """Run the function eagerly once, before it is captured."""
 
-    def capture(self, run: Callable[[], Found]) -> Callable[[], Found]:
+    def capture(self, run: Callable[[], Result]) -> Callable[[], Result]:
         """Capture the function without running it, and return a callable that replays it.
 
         Every replay returns the same tensors with new content.
@@ -51,18 +51,18 @@ class Capture(Protocol):
 
 
 class CudaGraphs:
-    """CUDA graphs that are captured on a separate stream. They share memory, so a replay overwrites earlier outputs."""
+    """Capture of CUDA graphs on a separate stream. Graphs share memory, so a replay overwrites earlier outputs."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # an empty graph, which keeps the memory pool alive
+            warnings.simplefilter("ignore")  # this empty graph keeps the memory pool alive
             self._first = self._captured(lambda: None)
 
-    def warm_up(self, run: Callable[[], Found]) -> Found:
-        """Run the function on the capture stream, since libraries must be initialised before a capture."""
+    def warm_up(self, run: Callable[[], Result]) -> Result:
+        """Run the function eagerly on the capture stream, since libraries must be initialised before a capture."""
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -70,11 +70,11 @@ class CudaGraphs:
         current.wait_stream(self._stream)
         return output
 
-    def capture(self, run: Callable[[], Found]) -> Callable[[], Found]:
-        outputs: list[Found] = []
+    def capture(self, run: Callable[[], Result]) -> Callable[[], Result]:
+        outputs: list[Result] = []
         graph = self._captured(lambda: outputs.append(run()))
 
-        def replay() -> Found:
+        def replay() -> Result:
             graph.replay()
             return outputs[0]
 
@@ -92,14 +92,14 @@ class CudaGraphs:
 
 
 class _Replayed:
-    """Base class for functions that run eagerly at first, are captured in the second call, and replayed afterwards."""
+    """Base class for functions that run eagerly in the first call and as a captured graph in later calls."""
 
     def __init__(self) -> None:
         self._warm = False
         self._replay: Callable[[], Any] | None = None
 
     def __call__(self, capture: Capture) -> Any:
-        """Run or replay the function. Later calls overwrite the memory of the result."""
+        """Run or replay the function. Later calls overwrite the result."""
         if self._replay is None and self._warm:
             self._replay = capture.capture(self.run)
         self._warm = True
@@ -110,14 +110,14 @@ class _Replayed:
 
 
 class _Shape(_Replayed):
-    """Forward of a fixed shape with buffers for its inputs.
+    """Forward pass of a fixed shape with buffers for its inputs.
 
-    The bias depends on the distance of a slot from the last new token's slot: columns 1..W-2 are the last W - 2 slots
-    up to it, column 0 stands for all earlier slots, which are committed, and column W - 1 for all later ones.
+    The attention bias has W columns: columns 1 to W - 2 are for the last W - 2 slots up to the last new token, column 0
+    is for all earlier slots, which contain committed tokens, and column W - 1 is for all later slots.
     """
 
     def __init__(self, model: LanguageModel, cache: KVCache, count: int, tree_width: int, end: int) -> None:
-        """Create the buffers. `tree_width` is W for a tree, or 0 for a chain, where W is `count` + 2."""
+        """Create the buffers. `tree_width` is W for a tree. For a chain, `tree_width` is 0 and W is `count` + 2."""
         super().__init__()
         self._model, self._cache, self._end = model, cache, end
         width = tree_width or count + 2
@@ -146,7 +146,7 @@ class _Shape(_Replayed):
         self.bias_BMW[:, :, root:-1] = tree.bias(start, stop)
 
     def run(self) -> Tensor:
-        """Run the forward on the buffers, and return the hidden states [B, M, D]."""
+        """Run the forward pass on the buffers, and return the hidden states [B, M, D]."""
         first_B1 = self.first_B[:, None]
         slots_BM = first_B1 + self._place_M
         column_BS = (self._column_S - slots_BM[:, -1:]).clamp(0, self.bias_BMW.shape[2] - 1)
@@ -168,7 +168,7 @@ class _Whole(_Replayed):
         self.first_B = torch.zeros(len(cache.lengths), dtype=torch.int64, device=cache.device)
         self.inputs = tuple(torch.empty_like(each) for each in inputs)
         self.work: Callable[[], Any] | None = None
-        """Function to run. It is reset after the run, since it may refer to a cache that will be reused."""
+        """Function to run. It is reset after each run, since it may refer to a cache that will be reused."""
         self.kept: list[Any] = [tree]
         """Objects that own memory used by the graph."""
 
@@ -186,13 +186,13 @@ class _Slab:
 
 
 class GraphedModel(LanguageModel):
-    """Wrapper that replays forwards of few tokens on one CUDA device as CUDA graphs.
+    """Wrapper that replays forward passes of few tokens on one CUDA device as CUDA graphs.
 
     The first forward of each shape (batch, new tokens, tree width, number of slots) runs eagerly, and the second is
-    captured. The same holds for whole drafts. Prompts, inputs of more than `max_tokens` new tokens, and calls inside a
-    `TorchDispatchMode` are not replayed. Weights may change in place but must not move, and several threads or streams
-    must not use a model at once. The memory of a cache is reused with its graphs, at most `max_graphs`. `stride` is a
-    power of two.
+    captured. The same applies to whole drafts. Prompts, inputs of more than `max_tokens` new tokens, and calls inside a
+    `TorchDispatchMode` always run eagerly. Weights may change in place but must not move. A model must not be used by
+    several threads or streams concurrently. The memory of a cache is reused with its graphs, of which at most
+    `max_graphs` are kept. `stride` is the minimum increment of the slots that attention reads, a power of two.
     """
 
     def __init__(
@@ -218,14 +218,14 @@ class GraphedModel(LanguageModel):
         self._slabs: weakref.WeakKeyDictionary[KVCache, _Slab] = weakref.WeakKeyDictionary()
 
     def new_cache(self, batch: int, capacity: int) -> KVCache:
-        """Return an empty cache, which reuses the memory and graphs of an earlier cache if possible."""
+        """Return an empty cache that reuses the memory and graphs of a released cache if possible."""
         fitting = [slab for slab in self._free if len(slab.cache.lengths) == batch and slab.cache.capacity >= capacity]
         if fitting:
             slab = min(fitting, key=lambda slab: slab.cache.capacity)
             self._free.remove(slab)
         else:
             del self._free[: 1 - _MOST_FREE_CACHES]
-            with torch.inference_mode(False):  # prompts may be read outside inference mode
+            with torch.inference_mode(False):  # prompts may be processed outside inference mode
                 slab = _Slab(self.model.new_cache(batch, self._slots(capacity)))
         cache = slab.cache.emptied()
         self._slabs[cache] = slab
@@ -233,7 +233,7 @@ class GraphedModel(LanguageModel):
         return cache
 
     def _slots(self, capacity: int) -> int:
-        """Return the number of slots for a new cache, with room for longer sequences if graphs serve all lengths."""
+        """Return the number of slots for a new cache, with spare slots if one graph works for all lengths."""
         least = round_up(capacity, self._stride)
         if not self.supports_any_length:
             return least
@@ -243,7 +243,7 @@ class GraphedModel(LanguageModel):
     def extend(
         self, cache: KVCache, tokens_BM: Tensor, tree: Tree | None = None, start: int = 0, stop: int | None = None
     ) -> Tensor:
-        """Run `LanguageModel.extend`, as a CUDA graph if possible."""
+        """Run `LanguageModel.extend` as a CUDA graph if possible."""
         count, slab = tokens_BM.shape[1], self._slabs.get(cache)
         prompt = tree is None and not any(cache.lengths)
         above_BMD, self._above_BMD = self._above_BMD, None
@@ -284,7 +284,7 @@ class GraphedModel(LanguageModel):
     def run_captured(
         self, cache: KVCache, tree: Tree, key: Hashable, run: Callable[..., tuple[Tensor, ...]], *inputs: Tensor
     ) -> tuple[Tensor, ...]:
-        """Run `CapturedForwards.run_captured` as one CUDA graph."""
+        """Run `CapturedForwards.run_captured` as one CUDA graph if possible."""
         slab = self._slabs.get(cache)
         if slab is None or tree.nodes > self._max_tokens or is_in_torch_dispatch_mode():
             return run(*inputs)
@@ -310,7 +310,7 @@ class GraphedModel(LanguageModel):
         return shape
 
     def _kept(self, slab: _Slab, key: Hashable, make: Callable[[], Any]) -> Any:
-        """Return the object of a slab for `key`, or create it. Least recently used objects are evicted."""
+        """Return the slab's graph for `key`, or create it with `make`. The least recently used graphs are evicted."""
         if key in slab.shapes:
             slab.shapes.move_to_end(key)
         else:
@@ -351,7 +351,7 @@ def _set_first(first_B: Tensor, cache: KVCache, start: int) -> None:
 def round_up(slots: int, stride: int) -> int:
     """Round a number of slots up to a multiple of `stride`, or of a larger step for many slots.
 
-    The step is a quarter of the largest power of two up to `slots`, if that exceeds `stride`.
+    The larger step is a quarter of the largest power of two that is at most `slots`. It is used if it exceeds `stride`.
     """
     stride = max(stride, 1 << max(0, slots.bit_length() - 3))
     return -(-slots // stride) * stride

@@ -19,7 +19,7 @@ def to_device(numbers: Tensor, device: torch.device) -> Tensor:
 
 
 def to_host(*tensors: Tensor | None) -> list[Any]:
-    """Convert integer, bool and float32 tensors to lists with a single device synchronisation."""
+    """Convert integer, bool and float32 tensors to lists, with a single device synchronisation. None stays None."""
     present = [tensor for tensor in tensors if tensor is not None]
     if present[0].device.type == "cpu":
         return [None if tensor is None else tensor.tolist() for tensor in tensors]
@@ -51,11 +51,11 @@ class KVCache:
         layer_devices: Sequence[torch.device] | None = None,
     ) -> None:
         """Create an empty cache. `layer_devices` gives the device of each layer if they differ."""
-        # One stack per group of layers on a device, so that accepted nodes are moved in all its layers at once.
+        # One stack per group of layers on a device, so that one operation moves accepted nodes in all its layers.
         self._stacks: list[tuple[Tensor, Tensor]] = []
         for layer_device, group in itertools.groupby(layer_devices or [device] * layers):
             shape = (len(list(group)), batch, heads, capacity)
-            # Zeros, because masked slots are multiplied by weight 0, and 0 x NaN would be NaN.
+            # Slots are initialised with zeros, because masked slots have attention weight 0, and 0 x NaN is NaN.
             keys_LBHSE = torch.zeros(*shape, key_width, dtype=dtype, device=layer_device)
             self._stacks.append((keys_LBHSE, torch.zeros(*shape, value_width, dtype=dtype, device=layer_device)))
         self._list_layers()
@@ -78,7 +78,7 @@ class KVCache:
         return again
 
     def rows(self, start: int, stop: int, lengths: list[int]) -> "KVCache":
-        """Return a cache for the rows start..stop-1, which shares memory and has its own lengths."""
+        """Return a cache for the rows start to stop - 1, which shares memory but has its own lengths."""
         part = copy.copy(self)
         part._stacks = [(keys[:, start:stop], values[:, start:stop]) for keys, values in self._stacks]
         part._list_layers()
@@ -116,7 +116,7 @@ class KVCache:
 
     @property
     def lengths_B(self) -> Tensor:
-        """Return the lengths as an int64 tensor on the device, which is created on first use."""
+        """Return the lengths as an int64 tensor on the cache's device. The tensor is created on first use."""
         if self._lengths_B is None:
             self._lengths_B = to_device(torch.tensor(self.lengths, dtype=torch.int64), self.device)
         return self._lengths_B
@@ -154,9 +154,10 @@ class KVCache:
             )
 
     def move_to_front(self, path_BK: Tensor) -> None:
-        """Move the keys and values of node `path_BK[b, i]`, which is at least i + 1, to the slot of node i + 1.
+        """Move the keys and values of each row's accepted path to the slots after its root.
 
-        After the end of the accepted path, `path_BK[b, i]` is i + 1, which leaves the slot unchanged.
+        Node `path_BK[b, i]` moves to the slot of node i + 1. It must be at least i + 1, and exactly i + 1 after the
+        end of the accepted path.
         """
         depth = path_BK.shape[1]
         for keys_LBHSE, values_LBHSE in self._stacks:
@@ -177,7 +178,7 @@ class IndexedCache(KVCache):
     """Cache whose write positions are a tensor, so that a captured forward does not depend on host values."""
 
     def __init__(self, cache: KVCache, slots_BM: Tensor, rows_B1: Tensor) -> None:
-        """Share the memory of `cache`. New tokens are written to the slots `slots_BM` of each row."""
+        """Share the memory of `cache`. New tokens of row `rows_B1[b]` are written to the slots `slots_BM[b]`."""
         self.__dict__.update(vars(cache))
         self._rows_B1, self.slots_BM = rows_B1, slots_BM
 

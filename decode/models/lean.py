@@ -1,4 +1,4 @@
-"""Optimised forward for common decoder families, equivalent to that of transformers but with less overhead.
+"""Optimised forward pass for common decoder families, equivalent to that of transformers with less overhead.
 
 Projections with the same input are fused, rotary embeddings are one complex multiplication, norms take three small
 operations, and on a CPU matrix products with few rows are computed in C (`Product`).
@@ -53,7 +53,7 @@ class _Layer:
 
 
 class LeanDecoder(LanguageModel):
-    """Optimised decoder for the model families in `FAMILIES`, with learned or rotary position embeddings."""
+    """Decoder with an optimised forward pass for the model families in `FAMILIES`."""
 
     _embedding_scale = 1.0
     _positions_SD: Tensor | None = None
@@ -61,7 +61,7 @@ class LeanDecoder(LanguageModel):
 
     @staticmethod
     def covers(model: PreTrainedModel) -> bool:
-        """Return whether the optimised forward supports a model."""
+        """Return whether the optimised forward pass supports a model."""
         config = model.config
         if (family := FAMILIES.get(config.model_type)) is None or _activation(config) is None:
             return False
@@ -81,7 +81,7 @@ class LeanDecoder(LanguageModel):
             and model.get_output_embeddings().bias is None
             and len({parameter.device for parameter in model.parameters()}) == 1
             and not getattr(model, "is_quantized", False)
-            # Hooks and adapters (LoRA) act in the forwards of modules, which are bypassed here.
+            # Hooks and adapters (LoRA) act in the forward methods of modules, which are bypassed here.
             and not any(hasattr(module, "_hf_hook") or hasattr(module, "base_layer") for module in model.modules())
         )
 
@@ -106,7 +106,7 @@ class LeanDecoder(LanguageModel):
         self._hold(model.config, embedding_VD, head, decoder, getattr(decoder, family.layers), is_int8(model))
 
     def _hold(self, config: Any, embedding: Any, head: Any, decoder: Any, layers: Iterable[Any], int8: bool) -> None:
-        """Prepare a decoder's weights, norms and rotary embeddings for the optimised forward."""
+        """Prepare a decoder's weights, norms and rotary embeddings for the optimised forward pass."""
         self.config, self._family = config, FAMILIES[config.model_type]
         self.hidden_size = embedding.shape[1]
         self.max_positions = position_limit(config) or NO_LIMIT
@@ -162,7 +162,7 @@ class LeanDecoder(LanguageModel):
         return self._embedding_VD.dtype
 
     def _fuse(self, layer: Any) -> _Layer:
-        """Prepare the weights of a layer for the optimised forward, fusing projections with the same input."""
+        """Prepare the weights of a layer, and fuse projections with the same input."""
         family = self._family
         attention, mlp = getattr(layer, family.attention), layer if family.mlp is None else getattr(layer, family.mlp)
         modules = [[getattr(attention, name) for name in family.qkv], [getattr(mlp, name) for name in family.up]]
@@ -190,7 +190,7 @@ class LeanDecoder(LanguageModel):
         if whole.few_rows is not None and (self._shares or is_shared(modules[0])):
             share(modules, whole.few_rows, order_O)
         elif whole.few_rows is None and order_O is None and len(modules) > 1 and not modules[0].weight.requires_grad:
-            sizes = [len(module.weight) for module in modules]  # not trained: others may manage those, as DeepSpeed
+            sizes = [len(module.weight) for module in modules]  # frozen weights only: DeepSpeed may manage trained ones
             for module, part in zip(modules, whole.weight_OI.split(sizes), strict=True):
                 module.weight.data = part
 
@@ -205,7 +205,7 @@ class LeanDecoder(LanguageModel):
         return norm_D
 
     def _head_norms(self, attention: Any) -> Tensor | None:
-        """Return the weights of the query and key norms, followed by ones for the values, or None without norms."""
+        """Return the weights of query and key norms, followed by ones for the values, or None if there are no norms."""
         if getattr(attention, "q_norm", None) is None:
             return None
         query_O, key_O = norm_weight(attention.q_norm), norm_weight(attention.k_norm)
@@ -217,11 +217,11 @@ class LeanDecoder(LanguageModel):
         return torch.cat((*sides, torch.ones_like(sides[1]))).to(self.dtype)
 
     def _scaled(self, norm_D: Tensor) -> Tensor:
-        """Multiply the weight of a norm by √D, which `_norm` omits."""
+        """Multiply the weight of a norm by √D, a factor that `_norm` omits."""
         return norm_D.to(self.dtype) * self.hidden_size**0.5
 
     def _norm(self, x_XD: Tensor, weight_D: Tensor | None) -> Tensor:
-        """Apply a norm without its bias, which is part of the next product. Without a weight, return the input."""
+        """Apply a norm without its bias, which the next product adds. Return the input if the weight is None."""
         if weight_D is None:
             return x_XD
         if self._centred and self._complex:
@@ -244,8 +244,8 @@ class LeanDecoder(LanguageModel):
     def _mask(self, cache: KVCache, bias_BMn: Tensor | None, start: int, stop: int, end: int) -> Tensor | None:
         """Return the attention mask, or None if the layers apply a causal mask themselves.
 
-        They do so for chains that run in C, and for prompts of more than `FEW_ROWS` tokens without an attention window
-        or soft cap.
+        The layers do so for chains that run in C, and for prompts of more than `FEW_ROWS` tokens if there is no
+        attention window or soft cap.
         """
         if bias_BMn is None and self._in_c(cache, stop - start):
             return None
@@ -262,13 +262,13 @@ class LeanDecoder(LanguageModel):
         self, cache: KVCache, tokens_BM: Tensor, positions_BM: Tensor, mask_B1MS: Tensor | None, start: int, end: int
     ) -> Tensor:
         batch, count = tokens_BM.shape
-        # Fused kernels are faster only in graph replays, since launching one takes longer than launching an operation.
+        # Fused kernels are faster only in graph replays, since launching one takes longer than a PyTorch operation.
         self._now = self._fused if isinstance(cache, IndexedCache) else None
         tokens_X, held_VD = tokens_BM.reshape(-1), self._embedding_VD
         embedded_XD = held_VD.rows(tokens_X) if isinstance(held_VD, FewRows) else F.embedding(tokens_X, held_VD)
         embedded_XD = embedded_XD.to(self.dtype)
         if self._positions_SD is not None:
-            # Rows that have ended still run beyond the last learned position, and their output is ignored.
+            # Rows that have ended may run beyond the last learned position. Their output is ignored.
             held_BM = positions_BM.expand(batch, -1).clamp(max=len(self._positions_SD) - 1)
             embedded_XD = embedded_XD + F.embedding(held_BM.reshape(-1), self._positions_SD)
         hidden_XD = self._first(embedded_XD if self._embedding_scale == 1 else embedded_XD * self._embedding_scale)
@@ -303,7 +303,7 @@ class LeanDecoder(LanguageModel):
                 given.append(hidden_XD.clone() if hidden_XD.is_cuda else hidden_XD)
             qkv_XO = self._read(layer.qkv, hidden_XD, layer.norm_in_D)
             found_XO = attend(index, qkv_XO)
-            if self._parallel:  # before the sum, which is in place on a GPU
+            if self._parallel:  # before the sum, which modifies `hidden_XD` in place on a GPU
                 up_XF = layer.up(self._norm(hidden_XD, layer.norm_mlp_D))
             hidden_XD = self._added(hidden_XD, layer.out, found_XO, layer.norm_attended_D)
             if not self._parallel:
@@ -342,7 +342,7 @@ class LeanDecoder(LanguageModel):
     def _fused_attention(
         self, cache: KVCache, turns: Turns, mask_B1MS: Tensor | None, end: int
     ) -> Callable[[int, Tensor], Tensor]:
-        """Return the function of `_attention`, implemented with fused GPU kernels."""
+        """Return the same function as `_attention`, implemented with fused GPU kernels."""
         fused = self._now
         assert isinstance(cache, IndexedCache)
         assert fused is not None
@@ -366,7 +366,7 @@ class LeanDecoder(LanguageModel):
     def _attention(
         self, cache: KVCache, turns: Turns, mask_B1MS: Tensor | None, count: int, start: int, end: int
     ) -> Callable[[int, Tensor], Tensor]:
-        """Return a function that maps a layer's index and projections [X, O] to attention outputs [X, H · E]."""
+        """Return a function that maps a layer's index and QKV projections [X, O] to attention outputs [X, H · E]."""
         if self._now is not None:
             return self._fused_attention(cache, turns, mask_B1MS, end)
         batch = len(cache.lengths)
@@ -404,7 +404,7 @@ class LeanDecoder(LanguageModel):
         return product(self._norm(hidden_XD, weight_D))
 
     def _read_apart(self, hidden_XD: Tensor) -> Tensor | None:
-        """Return the first layer's queries, keys and values if computed separately (EAGLE-3), otherwise None."""
+        """Return the first layer's queries, keys and values if they are computed separately (EAGLE-3), or None."""
         return None
 
     def logits(self, hidden_XD: Tensor) -> Tensor:

@@ -43,20 +43,20 @@ def wrap_model(
     """Wrap a transformers model as a `LanguageModel`.
 
     Args:
-        model: Causal LM, or an encoder-decoder of the T5 family, also in peft's wrapper. It is set to evaluation mode.
-        fast: Use the optimised forward of `lean.py` if it supports the model. It copies weights, so wrap the model
+        model: Causal LM or T5-family encoder-decoder, optionally wrapped by peft. It is set to evaluation mode.
+        fast: Use the optimised forward pass of `lean.py` if it supports the model. It copies weights, so wrap the model
             again after further training.
-        graphs: Replay forwards of few tokens as CUDA graphs on a CUDA device. Models without the optimised forward use
-            graphs only if replays give the same result (needs `check`).
-        check: Compare the logits of small chains with the model's own forward, and those of a small tree with chains.
-        states: Hidden states to return, from before or after the final norm: "after-norm" or "before-norm".
-        aux_layers: Layers whose inputs are also returned, as auxiliary hidden states.
+        graphs: On a CUDA device, replay forward passes of few tokens as CUDA graphs. Models without the optimised
+            forward use graphs only if `check` is True and replays give the same logits.
+        check: Compare the logits of short chains with the model's own forward, and those of a small tree with chains.
+        states: Kind of hidden states to return, after or before the final norm: "after-norm" or "before-norm".
+        aux_layers: Layers whose inputs are returned as auxiliary hidden states, in increasing order.
         share: Store weights only once on a CPU. The model's own layers then use the weights of the optimised forward
             and cannot be trained.
 
     Raises:
-        ValueError: Logits are NaN or infinite or differ from the model's own, or the model type, the states or the
-            layers are not supported.
+        ValueError: The logits are NaN or infinite or differ from those of the model's own forward, or the model type,
+            `states` or `aux_layers` is not supported.
     """
     check_states(states)
     model.eval()
@@ -64,8 +64,8 @@ def wrap_model(
     check_family(model.config)
     if model.config.is_encoder_decoder:
         if states != "after-norm" or aux_layers:
-            what = "states before the norm" if states != "after-norm" else "states of inner layers"
-            raise ValueError(f"only decoders give {what}; {model.config.model_type!r} is no decoder")
+            what = "before-norm hidden" if states != "after-norm" else "auxiliary"
+            raise ValueError(f"{what} states require a decoder, but {model.config.model_type!r} is an encoder-decoder")
         source_model = Seq2SeqModel(model)
         if check:
             check_source_forward(source_model, model)
@@ -76,13 +76,13 @@ def wrap_model(
     else:
         wrapped = TransformersModel(model, states, aux_layers)
     if [*aux_layers] != sorted({*aux_layers} & {*range(wrapped.layers)}):
-        raise ValueError(f"aux_layers is {[*aux_layers]}: expected rising ones, from 0 to {wrapped.layers - 1}")
+        raise ValueError(f"aux_layers must be increasing, from 0 to {wrapped.layers - 1}, got {[*aux_layers]}")
     replays = graphs and wrapped.device.type == "cuda"
     if replays and isinstance(wrapped, LeanDecoder):
         wrapped = GraphedModel(wrapped)
     if check:
         check_forward(wrapped, model)
-        if isinstance(wrapped, GraphedModel):  # the first call of a shape is not replayed, the second is
+        if isinstance(wrapped, GraphedModel):  # only the second call of a shape uses a graph
             check_forward(wrapped, model)
         elif replays and wrapped.tree_fault is None:
             return _graphed(wrapped, model)
@@ -106,13 +106,13 @@ _PROMPTS, _BRANCHES = ([105, 101, 107], [99, 104]), ([102, 103], [106])
 """Token ids of ordinary words. Special tokens have low ids and can cause large rounding errors in bfloat16."""
 _FAILURES = (TypeError, ValueError, AttributeError, RuntimeError, LookupError)
 _NOISY, _NOISIEST = 4.0, 10.0
-"""Logits may differ by `_NOISY` times the difference between two of the model's own forwards. That difference counts up
-to `_NOISIEST` times the tolerance of trees. Models that are not causal exceed this limit."""
+"""Logits of chains may differ from the model's own logits by `_NOISY` times `_noise`, which is limited to `_NOISIEST`
+times the tolerance of trees. Models that are not causal exceed this limit."""
 
 
 @torch.inference_mode()
 def check_forward(wrapped: LanguageModel, model: PreTrainedModel) -> None:
-    """Raise ValueError if logits of chains differ from the model's own forward, or those of a tree from chains.
+    """Raise ValueError if a chain's logits differ from the model's own forward, or a tree's from a chain's.
 
     If only the tree differs and `wrapped` is a `TransformersModel`, set `wrapped.tree_fault` instead.
     """
@@ -123,28 +123,28 @@ def check_forward(wrapped: LanguageModel, model: PreTrainedModel) -> None:
         chains_BV = torch.cat([_score(wrapped, [*branch, 0, 0][:3])[:, len(branch)] for branch in _BRANCHES])
         plain_BV = torch.stack([model(text_1T).logits[0, -1] for text_1T in ids]).to(chains_BV.device)
     except _FAILURES as error:
-        raise ValueError(f"{kind} cannot decode here: their forward failed with {first_line(error)}") from error
+        raise ValueError(f"{kind} are not supported: the forward pass failed with {first_line(error)}") from error
     kept = slice(None) if (ids_R := kept_tokens(model)) is None else ids_R
     chains_BV, plain_BV = chains_BV[:, kept].float(), plain_BV[:, kept].float()
     chain, tree = tolerances_of(model)
     noise = cache(lambda: min(_noise(model, ids[0]), _NOISIEST * tree))
-    what = f"{kind} cannot decode here: tokens scored with a cache differ from the same tokens scored at once"
+    what = f"{kind} are not supported: logits with a key-value cache differ from those without"
     check_close(chains_BV, plain_BV, model, what, chain, lambda: _NOISY * noise())
     try:
         left, right = _BRANCHES
         nodes_BNV = _score(wrapped, [left[0], right[0], left[1]], [-1, 0, 0, 1])
         branches_BV = torch.cat((nodes_BNV[:, 3], nodes_BNV[:, 2]))[:, kept].float()
-        what = f"{kind} cannot score token trees: a branch differs from the same tokens in a chain"
+        what = f"{kind} do not support tree attention: logits of a branch differ from those of a chain"
         check_close(branches_BV, chains_BV, model, what, tree, noise)
     except _FAILURES as error:
         if not isinstance(wrapped, TransformersModel):
             raise
         reason = first_line(error)
-        wrapped.tree_fault = reason if reason.startswith(kind) else f"{kind} cannot score token trees: {reason}"
+        wrapped.tree_fault = reason if reason.startswith(kind) else f"{kind} do not support tree attention: {reason}"
 
 
 def _score(wrapped: LanguageModel, nodes: Sequence[int], parents: Sequence[int] | None = None) -> Tensor:
-    """Return the logits [B, N, V] of a tree of `nodes` after each prompt. Without `parents`, nodes form a chain."""
+    """Return logits [B, N, V] of each prompt's last token and the `nodes` below it, by default as a chain."""
     lengths, device = [len(prompt) - 1 for prompt in _PROMPTS], wrapped.device
     prompts_BT = torch.tensor([[*prompt, 0][: max(lengths) + 1] for prompt in _PROMPTS], device=device)
     roots_B1 = prompts_BT.gather(1, torch.tensor(lengths, device=device)[:, None])
@@ -157,7 +157,7 @@ def _score(wrapped: LanguageModel, nodes: Sequence[int], parents: Sequence[int] 
 
 
 def _noise(model: PreTrainedModel, ids_1T: Tensor) -> float:
-    """Return the difference between a model's logits for a whole text and token by token with its own cache."""
+    """Return the `relative_rms` of a model's logits for a whole text and those computed token by token."""
     past, steps = None, []
     try:
         for token_11 in ids_1T.split(1, 1):
@@ -182,17 +182,17 @@ def load_model(
     """Load a causal LM or an encoder-decoder in evaluation mode. Remote code is never executed.
 
     Args:
-        source: Folder or hub id (`user/name`, `user/name@revision`). A LoRA adapter is merged with its base model.
-        dtype: Dtype of the weights. "int8" rounds matrices to 8 bits per weight (see `storage_dtype`).
+        source: Directory or Hub id (`user/name`, `user/name@revision`). A LoRA adapter is merged with its base model.
+        dtype: Dtype of the weights. "int8" quantises matrices to 8 bits per weight (see `storage_dtype`).
         device: Device of the model.
-        device_map: Distribution over several devices, as in accelerate: auto, balanced, sequential …
-        attention: Name of an attention kernel of transformers (default: its choice).
-        progress: Function that is called with the loaded percentage and 100.
-        settings: Further arguments of `from_pretrained`.
+        device_map: Distribution over several devices, as in accelerate, such as "auto" or "balanced".
+        attention: Attention implementation, such as "sdpa" (default: chosen by transformers).
+        progress: Callback that receives the loaded percentage and 100.
+        settings: Additional arguments of `from_pretrained`.
 
     Raises:
-        ValueError: The model or attention kernel does not exist, the model type is not supported, peft is missing,
-            weights are missing, or they are pickled without `DRAFTSMITH_UNPICKLE=1`.
+        ValueError: The model or attention implementation does not exist, the model type is not supported, peft is not
+            installed, weights are missing, or they are pickled and `DRAFTSMITH_UNPICKLE=1` is not set.
     """
     source = model_source(source)
     folder = Path(source)
@@ -215,7 +215,7 @@ def load_model(
 
 
 def storage_dtype(dtype: str, device: str) -> str:
-    """Return the dtype in which weights are stored. For "int8", it is float32 on a CPU and bfloat16 elsewhere."""
+    """Return the dtype in which weights are loaded. For "int8", it is float32 on a CPU and bfloat16 elsewhere."""
     return dtype if dtype != "int8" else "float32" if device == "cpu" else "bfloat16"
 
 
@@ -227,7 +227,7 @@ def _load(source: str, *, device: str, device_map: Any, attention: str | None, *
 def _pack(model: PreTrainedModel, progress: Callable[[int, int], None] | None) -> None:
     if LeanDecoder.covers(model):
         sizes = {module: sum(each.numel() for each in module.parameters(recurse=False)) for module in model.modules()}
-        # The largest first, since the file's part of a matrix counts as memory while it is converted.
+        # Largest matrices first, since the mapped pages of a file use memory while a matrix is converted.
         pack_layers(sorted(sizes, key=lambda module: -sizes[module]), int8=True, progress=progress)
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.is_floating_point():

@@ -1,7 +1,7 @@
-"""Encoder-decoders of the T5 family with support for tree attention.
+"""Encoder-decoders of the T5 family, with support for tree attention.
 
-transformers uses the same relative positions for all rows. Rows of different lengths and branches of a tree need
-different ones, so the decoder is run module by module, and the position bias is looked up from the distance.
+In transformers, all rows have the same relative positions. Rows of different lengths and branches of a tree need
+different positions, so the decoder runs module by module here and looks up the position bias of each distance.
 
 Shape letters: B batch, M new tokens, N tree nodes, S cache slots, T source tokens, R distances, V vocabulary, D hidden,
 H heads, E head width, X heads x head width.
@@ -21,7 +21,7 @@ from .base import NO_LIMIT, LanguageModel
 from .finite import check_close, tolerances_of
 from .kv_cache import KVCache
 
-# Tested families, with the config setting that makes them scale the decoder's output before the projection.
+# Supported families, with the config setting that enables scaling of the decoder's output.
 SCALED_IF = {"t5": "scale_decoder_outputs", "mt5": None, "umt5": "tie_word_embeddings"}
 
 
@@ -36,7 +36,7 @@ class SourceCache(KVCache):
     """Tree of the current forward. None for a chain."""
 
     def positions(self, end: int) -> Tensor:
-        """Return the position of the token in each slot, [B or 1, end]. It differs from the slot only in trees."""
+        """Return the position of the token in each slot, [B or 1, end]. Only in trees, it differs from the slot."""
         slots_1S = torch.arange(end, device=self.device)[None]
         if self.tree is None:
             return slots_1S
@@ -47,30 +47,30 @@ class SourceCache(KVCache):
 
 
 class Seq2SeqModel(LanguageModel):
-    """Unmodified T5 (1.0, 1.1, FLAN), mT5 or UMT5 with a language-modelling head.
+    """Wrapper for T5 (1.0, 1.1, FLAN), mT5 and UMT5 models with a language-modelling head.
 
     Prompts are the exact encoder input, including an end token if the tokenizer adds one. Committed ids are decoder
-    ids, beginning with the start token. The position bias is copied, so wrap the model again after further training.
+    ids that begin with the start token. The position bias is copied, so wrap the model again after further training.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        """Wrap a model. Raises ValueError for other model types, several devices or an unknown start token."""
+        """Wrap a model. Raise ValueError if it has another type, several devices or no decoder start token."""
         config: Any = model.config
         check_family(config)
         devices = sorted({str(parameter.device) for parameter in model.parameters()})
         if len(devices) > 1:
-            raise ValueError(f"an encoder-decoder must be on one device, but this one is on {' and '.join(devices)}")
+            raise ValueError(f"an encoder-decoder must be on one device, but this model is on {' and '.join(devices)}")
         start_id = model.generation_config.decoder_start_token_id
         if start_id is None:
             start_id = getattr(config, "decoder_start_token_id", None)
         if not isinstance(start_id, int):
-            raise ValueError(f"the {config.model_type!r} model needs one decoder_start_token_id, got {start_id}")
+            raise ValueError(f"{config.model_type!r} models need an integer decoder_start_token_id, got {start_id}")
         decoder: Any = model.decoder
         self.model, self.config, self._decoder = model, config, decoder
         self.start_id = start_id
         self.vocab_size = model.get_output_embeddings().weight.shape[0]
         self.hidden_size = config.d_model
-        self.max_positions = NO_LIMIT  # larger distances share one bias
+        self.max_positions = NO_LIMIT  # all larger distances share one bias
         self.device, self.dtype = decoder.embed_tokens.weight.device, decoder.embed_tokens.weight.dtype
         self.layers = config.num_decoder_layers
         self.kv_heads = config.num_heads
@@ -82,15 +82,15 @@ class Seq2SeqModel(LanguageModel):
 
     @torch.no_grad()
     def _bias_table(self, attention: Any) -> Tensor | None:
-        """Return the position bias of each distance [H, R], or None for layers that reuse an earlier layer's bias."""
+        """Return the position bias of each distance, [H, R], or None if the layer reuses an earlier layer's bias."""
         if not attention.has_relative_attention_bias:
             return None
         bias_1H1R = attention.compute_bias(1, self._farthest + 1, past_seen_tokens=self._farthest)
         return bias_1H1R[0, :, 0].flip(-1).to(self.dtype).contiguous()
 
     def new_cache(self, batch: int, capacity: int) -> NoReturn:
-        """Raise ValueError, since a cache needs an encoded prompt (see `begin`)."""
-        raise ValueError("attention: batch supports only decoders: use attention: tree")
+        """Raise ValueError, since a cache requires an encoded prompt (see `begin`)."""
+        raise ValueError("`attention: batch` supports decoders only, use `attention: tree`")
 
     def begin(self, prompts: Sequence[Sequence[int]], extra_slots: int) -> tuple[list[list[int]], SourceCache]:
         """Encode the prompts. Return the start token of each row, and a cache with the encoded prompts."""
@@ -116,7 +116,7 @@ class Seq2SeqModel(LanguageModel):
     def extend(
         self, cache: KVCache, tokens_BM: Tensor, tree: Tree | None = None, start: int = 0, stop: int | None = None
     ) -> Tensor:
-        """Run `LanguageModel.extend`, and store the tree in the cache, which computes positions from it."""
+        """Store the tree in the cache, which computes positions from it, and run `LanguageModel.extend`."""
         assert isinstance(cache, SourceCache)
         cache.tree = None if tree is None or tree.is_chain else tree
         return super().extend(cache, tokens_BM, tree, start, stop)
@@ -170,12 +170,12 @@ def _bounded(hidden_BMD: Tensor) -> Tensor:
 
 @torch.inference_mode()
 def check_source_forward(wrapped: Seq2SeqModel, model: PreTrainedModel) -> None:
-    """Raise ValueError if logits of chains differ from the model's own forward, or those of trees from chains."""
+    """Raise ValueError if a chain's logits differ from the model's own forward, or a tree's from a chain's."""
     start, device, vocab = wrapped.start_id, wrapped.device, wrapped.vocab_size
     source_BT = torch.tensor([[5, 1, 7, 2, 9], [3, 6, 0, 0, 0]], device=device) % vocab
     nodes_BN = torch.tensor([[6, 2, 8, 3], [start, 2, 8, 3]], device=device) % vocab  # root, left, right, left's child
     path_BM = torch.tensor([[start, 4, 6, 2, 3], [start, 8, 0, 0, 0]], device=device) % vocab
-    mask_BM = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0]], device=device)  # of the sources, and of the paths
+    mask_BM = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0]], device=device)  # used for both sources and paths
     tree = Tree.from_parents(torch.tensor([[-1, 0, 0, 1]], device=device), 2)
 
     def score(tokens_BN: Tensor, tree: Tree | None) -> Tensor:
@@ -187,10 +187,10 @@ def check_source_forward(wrapped: Seq2SeqModel, model: PreTrainedModel) -> None:
     tree_BV = score(nodes_BN, tree)[[0, 1], [3, 2]]
     chains_BN = torch.stack((path_BM[0, [2, 3, 4, 4]], path_BM[1, :4]))
     chain_BV = score(chains_BN, None)[[0, 1], [2, 1]]
-    # Masks are given because UMT5's decoder is not causal without them in transformers 5.17.
+    # Masks are passed because UMT5's decoder is not causal without them in transformers 5.17.
     inputs = {"input_ids": source_BT, "attention_mask": mask_BM}
     plain_BMV = model(**inputs, decoder_input_ids=path_BM, decoder_attention_mask=mask_BM).logits.float()
-    own = f"this model of type {model.config.model_type!r} computes something else than its family does: tokens scored"
+    differs = f"this {model.config.model_type!r} model differs from its family: logits"
     of_chains, of_trees = tolerances_of(model)
-    check_close(chain_BV, plain_BMV[[0, 1], [4, 1]], model, f"{own} here differ from its own forward", of_chains)
-    check_close(tree_BV, chain_BV, model, f"{own} in a tree differ from the same tokens in a chain", of_trees)
+    check_close(chain_BV, plain_BMV[[0, 1], [4, 1]], model, f"{differs} differ from its own forward", of_chains)
+    check_close(tree_BV, chain_BV, model, f"{differs} of a tree differ from those of a chain", of_trees)

@@ -85,16 +85,16 @@ class AdaptiveChain(DrafterProposer):
         return
 
     def forwards(self, nodes: float) -> list[tuple[Any, int]]:
-        # One per token, and one whose distribution ended the chain.
+        # One forward per token, and one whose distribution ended the chain.
         return [(self.model, 1)] * min(self.gamma, round(nodes))
 
 
 class OracleChain(AdaptiveChain):
-    """Proposer with the optimal chain length for the true acceptance rates: an upper bound for adaptive drafting.
+    """Proposer of chains of optimal length for the true acceptance rates, an upper bound for adaptive drafting.
 
     A chain of γ tokens with acceptance rates β₁, β₂ … yields 1 + Σ β₁⋯βᵢ tokens in the time of 1 + cγ target forwards
-    (arXiv 2211.17192, section 3.5), and grows while this ratio increases. The forwards that compute the true rates Σ
-    min(p, q) are not counted.
+    (arXiv 2211.17192, section 3.5). It grows as long as this ratio increases. The forwards that compute the true rates
+    Σ min(p, q) are not counted.
 
     Args:
         draft_cost: Cost c of a forward of the drafter, relative to a forward of the target.

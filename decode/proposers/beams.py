@@ -35,8 +35,8 @@ class DraftBeam(_Beam):
     """Proposer of the most likely sequence of a beam search with the drafter (arXiv 2407.09722, Algorithm 1).
 
     At each level, beams are sampled without replacement in proportion to their warped joint probabilities. At
-    temperature 0, the beam search is deterministic and uses unwarped probabilities, and the token after the path is the
-    target's most likely one. The paper uses temperature 1, top-k 20 and top-p 0.9 (appendix D).
+    temperature 0, the beam search is deterministic and uses unwarped probabilities, and the next token is the target's
+    most likely token. The paper uses temperature 1, top-k 20 and top-p 0.9 (appendix D).
     """
 
     def __init__(self, model: LanguageModel, gamma: int, num_beams: int) -> None:
@@ -55,7 +55,7 @@ class DraftBeam(_Beam):
 
 
 class TargetBeam(_Beam):
-    """Beam search with the target for `gamma` tokens per step, or for all new tokens if `gamma` is 0.
+    """Proposer that runs a beam search with the target, for `gamma` tokens per step or all new tokens (0).
 
     This is multi-token joint greedy decoding (arXiv 2407.09722, definition 3.1). The likelihood of beams that have
     ended does not change. A step takes γ + 1 forwards of the target, so this method is a reference for quality, not for
@@ -131,7 +131,7 @@ def _joint(logits_BMV: Tensor, scores_BM: Tensor, sampling: Sampling) -> Tensor:
 
 
 def _pick(joint_BX: Tensor, beams: int, context: Context) -> tuple[Tensor, Tensor]:
-    """Return scores and indices of the next beams: the best ones at temperature 0, else samples without replacement."""
+    """Return scores and indices of the next beams, sampled without replacement (the best beams at temperature 0)."""
     beams = min(beams, joint_BX.shape[1])
     if context.sampling.greedy:
         top = joint_BX.topk(beams, 1)

@@ -1,7 +1,7 @@
-"""Drafting with a draft model that has another tokenizer: its text is retokenised for the target.
+"""Drafting with a draft model that has a different tokenizer: its text is retokenised for the target.
 
-String-level matching is exact at every temperature, because the draft is deterministic. `Translation` handles ids only;
-`checkpoints/pairs/by_text.py` builds it from two tokenizers.
+String-level matching is exact at every temperature, because the draft is deterministic. `checkpoints/pairs/by_text.py`
+builds the `Translation` of token ids from two tokenizers.
 
 Shape letters: B batch, M new tokens, K depth, D hidden.
 """
@@ -18,13 +18,13 @@ from ..pool import common_prefix
 from ..tree import Tree
 
 _SLOTS = 4
-"""Cache slots of the drafter per new token of the target, in addition to the prompt."""
+"""Number of cache slots of the drafter per new token of the target, in addition to the prompt."""
 
 
 class TextChain(Proposer):
     """Proposer of at most `gamma` target tokens, converted from `gamma` tokens that the drafter generates greedily.
 
-    No tokens are drafted for a row whose text exceeds the drafter's positions or cache.
+    No tokens are drafted for a row whose text exceeds the positions or the cache of the drafter.
     """
 
     def __init__(self, drafter: LanguageModel, gamma: int) -> None:
@@ -41,12 +41,12 @@ class TextChain(Proposer):
         prompts = [self._translation.to_drafter(prompt) for prompt in context.prompts]
         ids, self._cache = self.drafter.begin(prompts, _SLOTS * context.limits.max_new_tokens + self.gamma)
         if ids is not prompts:
-            raise ValueError("an encoder-decoder cannot draft for a target with another tokenizer")
+            raise ValueError("an encoder-decoder cannot draft for a target with a different tokenizer")
         self._room = min(self._cache.capacity, self.drafter.max_positions) - self.gamma
         if (longest := max(map(len, prompts))) > self._room:
             raise ValueError(
                 f"the drafter has {self.drafter.max_positions} positions, but a prompt of {longest} drafter tokens and "
-                f"{self.gamma} draft tokens need {longest + self.gamma}"
+                f"{self.gamma} draft tokens need {longest + self.gamma}: shorten the prompt"
             )
         self._tree = Tree.chain(self.gamma).to(context.ids_BS.device)
         padded_BS = torch.tensor([[*row, *[0] * (longest - len(row))] for row in prompts])
@@ -59,7 +59,7 @@ class TextChain(Proposer):
         can_draft = [not ended and len(row) <= self._room for ended, row in zip(context.ended, texts, strict=True)]
         drafts: list[list[int]] = [[] for _ in ids]
         if any(can_draft):
-            # Rows that no longer draft read one token of their text again.
+            # Rows that no longer draft run one token of their text again.
             rows = [row if drafts_on else row[: self._room] for row, drafts_on in zip(texts, can_draft, strict=True)]
             outputs = self._run_drafter(context, rows)
             for row, drafts_on in enumerate(can_draft):
@@ -77,12 +77,12 @@ class TextChain(Proposer):
 
     def _run_drafter(self, context: Context, rows: list[list[int]]) -> list[list[int]]:
         """Run the drafter on the new tokens of each row, and return the `gamma` tokens that it generates greedily."""
-        # The last token is always read. Others are skipped while they equal those in the cache.
+        # The last token is always run. Earlier tokens are skipped as long as they equal the cached tokens.
         pairs = zip(rows, self._read, strict=True)
         shared = [min(len(row) - 1, common_prefix(row, cached)) for row, cached in pairs]
         pending = max(len(row) - count for row, count in zip(rows, shared, strict=True))
         starts = [max(0, len(row) - pending) for row in rows]
-        # The tokens that shorter rows read after their end are ignored.
+        # Tokens after the end of shorter rows are ignored.
         tokens = [(row[start:] + [0] * pending)[:pending] for row, start in zip(rows, starts, strict=True)]
         device = self.drafter.device
         last = [len(row) - 1 - start for row, start in zip(rows, starts, strict=True)]

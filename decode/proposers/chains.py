@@ -20,7 +20,7 @@ from .draft_state import DraftState
 
 
 class DraftChains(Proposer):
-    """Proposer that merges `num_drafts` independent chains of `gamma` tokens of each draft model into a tree.
+    """Proposer that merges `num_drafts` independent chains of `gamma` tokens from each draft model into a tree.
 
     At temperature 0 each model drafts one greedy chain, because all its chains would be equal.
     """
@@ -96,7 +96,7 @@ class DraftChains(Proposer):
 def merge_chains(tokens_BMK: Tensor) -> tuple[Tree, Tensor]:
     """Merge M chains into a tree. Return the tree, and the node of each token of each chain, [B, M, K].
 
-    Common prefixes share nodes. Smaller trees are padded with parent -1 (on GPUs, all trees to M K + 1 nodes).
+    Common prefixes share nodes. Smaller trees are padded with parent -1. On GPUs, all trees have M · K + 1 nodes.
     """
     rows, chains, depth = tokens_BMK.shape
     device = tokens_BMK.device

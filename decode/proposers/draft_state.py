@@ -18,13 +18,13 @@ from ..tree import Tree
 
 
 class DraftState:
-    """Cache of a drafter, which stores the committed tokens and the drafter's own token tree after them.
+    """Key-value cache of a drafter, which contains the committed tokens and the drafter's own token tree.
 
-    Node i of the tree is stored `i` slots after the root, as in the target's cache.
+    Node i of the tree is stored i slots after the root, as in the target's cache.
 
     Raises:
         ValueError: Drafter and target differ in vocabulary, device or start token, the drafter has too few positions,
-            or it requires hidden states that the target does not return or that a prompt of one token does not have.
+            or it requires hidden states that the target does not return, or more than one prompt token.
     """
 
     def __init__(self, model: LanguageModel, context: Context, max_nodes: int, max_depth: int) -> None:
@@ -38,14 +38,14 @@ class DraftState:
         longest = max(context.lengths) + context.limits.max_new_tokens
         if longest - 1 + max_depth > model.max_positions:
             raise ValueError(
-                f"the drafter has {model.max_positions} positions, but prompt, new tokens and {max_depth} draft tokens "
+                f"the drafter has {model.max_positions} positions, but the prompt, new tokens and {max_depth} draft tokens "
                 f"need {longest - 1 + max_depth}: reduce max_new_tokens"
             )
         ids, self.cache = model.begin(context.prompts, context.limits.max_new_tokens + max_nodes)
         committed = [row[:length].tolist() for row, length in zip(context.host_ids_BS, context.lengths, strict=True)]
         if [list(row) for row in ids] != committed:
             raise ValueError(
-                "target and drafter must both be decoders, or both be encoder-decoders that start from the same token"
+                "target and drafter must both be decoders, or both be encoder-decoders with the same start token"
             )
         self._lag = 0 if model.required_aux_layers is None else 1
         if model.required_aux_layers is None:
@@ -56,17 +56,17 @@ class DraftState:
         self._levels = 0
 
     def _prefill_aux(self, context: Context, required: tuple[int, ...]) -> None:
-        """Prefill the cache of a drafter that uses the target's hidden states."""
+        """Prefill the cache of a drafter that takes the target's hidden states as input."""
         if context.aux_BSG is None or context.target.aux_layers != required:
             raise ValueError(
-                f"the drafter reads the target's layers {required}, but it returns {context.target.aux_layers}: "
-                f"wrap it with wrap_model(model, aux_layers={required})"
+                f"the drafter requires the target's aux_layers to be {required}, got {context.target.aux_layers}: "
+                f"wrap the target with wrap_model(model, aux_layers={required})"
             )
         longest, shortest = max(context.lengths), min(context.lengths)
         if shortest < 2:
             raise ValueError(
                 f"prompt {context.lengths.index(shortest)} has {shortest} token, but this drafter needs at least 2, "
-                "because it reads the target's hidden state at the preceding token"
+                "because its input includes the target's hidden state of the preceding token"
             )
         if longest > 2:
             states_BTD = self.model.fuse_aux(context.aux_BSG[:, : longest - 2])
@@ -77,9 +77,9 @@ class DraftState:
         return self.read_with(context)[:, 0]
 
     def read_with(self, context: Context, extra_BM: Tensor | None = None) -> Tensor:
-        """Run the drafter on new committed tokens and `extra_BM`. Return states [B, 1 + M, D] from the root on."""
-        # All rows read equally many tokens. Rows with fewer new tokens read some again, with the same result; rows that
-        # are too short start at 0, and what they read after their end is ignored.
+        """Run the drafter on new committed tokens and `extra_BM`. Return the hidden states of the root and `extra_BM`."""
+        # All rows run the same number of tokens. Rows with fewer new tokens run some again, with the same result. Rows
+        # that are too short start at 0, and the tokens after their end are ignored.
         pending = max(length - length_read for length, length_read in zip(context.lengths, self._read, strict=True))
         starts = [max(0, length - self._lag - pending) for length in context.lengths]
         self.cache.set_lengths(starts)
@@ -101,7 +101,7 @@ class DraftState:
             roots_B = context.cache.lengths_B - self._lag - self.cache.lengths_B
             hidden_BMD = hidden_BMD[torch.arange(len(starts), device=self.model.device), roots_B][:, None]
         self.cache.set_lengths([length - 1 - self._lag for length in context.lengths])
-        if extra_BM is not None:  # in some rows they do not follow the last token that was read
+        if extra_BM is not None:  # in some rows, `extra_BM` does not follow the last token that was run
             hidden_BMD = torch.cat((hidden_BMD, self.model.extend(self.cache, extra_BM, start=1)), 1)
         self._levels = 0
         self._states_BND = hidden_BMD[:, :1]

@@ -42,12 +42,12 @@ _MIN_SAMPLED_PROB = 1e-30
 class DraftTree(DrafterProposer):
     """Proposer of a tree sampled from a draft model, in which nodes of depth i have `branching[i]` children.
 
-    With replacement, the candidates of a node are independent; without, they are sampled in order (arXiv 2401.06706,
-    sections 3.1 and 3.2). At temperature 0 both take the drafter's most likely tokens. With `by_path` the target scores
-    each path as a separate row, without tree attention (section 3.3).
+    With replacement, the candidates of a node are independent. Without, they are distinct (arXiv 2401.06706, sections
+    3.1 and 3.2). At temperature 0, both are the drafter's most likely tokens. With `by_path`, the target scores each
+    path as a separate row, without tree attention (section 3.3).
 
     Raises:
-        ValueError: A level has no candidates, or more candidates than the drafter's vocabulary.
+        ValueError: A level has no candidates, or more candidates than the drafter's vocabulary has tokens.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class DraftTree(DrafterProposer):
         return chances
 
     def _grow(self, sampling: Sampling, hidden_BD: Tensor, *chances: Tensor) -> tuple[Tensor, ...]:
-        """Draft the tokens of all levels. Return the tokens, and the values to check for NaN.
+        """Draft the tokens of all levels. Return the tokens and the values to check for NaN.
 
         Above temperature 0, also return the distributions and, if nodes may be missing, a mask of existing nodes.
         """
@@ -132,10 +132,10 @@ class DraftTree(DrafterProposer):
             if self.replacement or self._all_one:
                 return outputs
             return *outputs, torch.ones_like(outputs[0], dtype=torch.bool)
-        # Exponential races: sorting by p / E samples without replacement, in order. Subnormal quotients would tie.
+        # Exponential race: sorting by p / E samples in order, without replacement. Subnormal quotients could be equal.
         probs_BMR = torch.where(probs_BMR < _MIN_SAMPLED_PROB, 0.0, probs_BMR)
         top = (probs_BMR / chance_BMX).topk(width, -1)
-        # Warping or underflow at low temperatures may leave fewer possible tokens than children.
+        # After warping or underflow at low temperatures, there may be fewer possible tokens than children.
         return top.indices.flatten(1), top.values[..., 0], probs_BMR, (top.values > 0).flatten(1)
 
     def commit(self, context: Context, proposal: Proposal, verdict: Verdict) -> None:
@@ -161,7 +161,7 @@ class ParallelChain(DrafterProposer):
     def __init__(self, model: LanguageModel, gamma: int) -> None:
         token = mask_token(model.config)
         if token is None:
-            raise ValueError("the drafter's config.json has no `pard_token`: train it with `parallel`")
+            raise ValueError("the drafter's config.json has no `pard_token`: train the drafter with `parallel`")
         self.model, self.gamma, self._token = model, gamma, token
         self._tree = Tree.chain(gamma).to(model.device)
         self._ahead_K = torch.arange(gamma)

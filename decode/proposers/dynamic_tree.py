@@ -43,13 +43,13 @@ class DynamicTree(DrafterProposer):
     """Proposer of a tree of the continuations with the highest joint probability under the drafter.
 
     Each level extends the best `width` nodes of the previous level with `width` candidates each. On a CPU, levels that
-    no row needs are skipped. On a GPU, all levels are drafted, because skipping would need a synchronisation.
+    no row needs are skipped. On a GPU, all levels are drafted, because skipping would require a synchronisation.
 
     Args:
         max_nodes: Maximum number of nodes, without the root.
         max_depth: Number of levels that are drafted.
         min_prob: Minimum joint probability of a node.
-        suffix: Suffix tree that adds further nodes. The probability of a token is the maximum of both sources.
+        suffix: Suffix tree that adds nodes. The probability of a token is the maximum of both sources.
         confidence_threshold: The drafter skips a node if `suffix` has a continuation with at least this probability.
 
     Raises:
@@ -85,7 +85,7 @@ class DynamicTree(DrafterProposer):
     def start(self, context: Context) -> None:
         if self.width > self.model.draft_vocab_size:
             raise ValueError(
-                f"width must be at most {self.model.draft_vocab_size}, the drafter's vocabulary, got {self.width}"
+                f"width must be at most the drafter's vocabulary size, {self.model.draft_vocab_size}, got {self.width}"
             )
         super().start(context)
         if self.suffix is not None:
@@ -175,7 +175,7 @@ class DynamicTree(DrafterProposer):
     def _add(
         self, nodes: _Nodes, num_suffix: int, depth: int, parent_BA: Tensor, tokens_BAW: Tensor, joint_BAW: Tensor
     ) -> _Nodes:
-        """Add the candidates of a level. Candidates that are suffix nodes only raise the probability of these nodes."""
+        """Add the candidates of a level. A candidate that is already a suffix node only raises its probability."""
         tokens_BX, joint_BX = tokens_BAW.flatten(1), joint_BAW.flatten(1)
         parents_BX = parent_BA[..., None].expand_as(tokens_BAW).flatten(1)
         if num_suffix > 1:
@@ -192,8 +192,8 @@ class DynamicTree(DrafterProposer):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Select the best children of the nodes of the previous level, at most `width`.
 
-        Returns their node numbers, their joint probabilities (0 if they are not extended), and the positions of their
-        parents in the previous level, [B, A] each.
+        The result contains their node numbers, their joint probabilities (0 if they are not extended), and the positions
+        of their parents in the previous level, [B, A] each.
         """
         order_BN = self._order(nodes)
         parents_BN = nodes.parents_BT.gather(1, order_BN)
@@ -201,18 +201,18 @@ class DynamicTree(DrafterProposer):
         joint_BN = nodes.joint_BT.gather(1, order_BN) * under_BNA.any(2)
         first_BA = joint_BN.sort(dim=1, descending=True, stable=True).indices[:, : self.width]
         parent_BA, share_BA = order_BN.gather(1, first_BA), joint_BN.gather(1, first_BA)
-        if num_suffix > 1:  # the suffix tree already continues some of them
+        if num_suffix > 1:  # the suffix tree already continues some of these nodes
             follows_BAS = nodes.parents_BT[:, None, 1:num_suffix] == parent_BA[..., None]
             max_prob_BA = torch.where(follows_BAS, nodes.joint_BT[:, None, 1:num_suffix], 0.0).amax(2)
             share_BA = share_BA.masked_fill(max_prob_BA >= self.confidence_threshold * share_BA, 0.0)
         return parent_BA, share_BA, under_BNA.int().argmax(2).gather(1, first_BA)
 
     def _order(self, nodes: _Nodes) -> Tensor:
-        """Return root and best nodes as numbers [B, N] by descending probability. Parents precede children."""
+        """Return the numbers of root and best nodes, [B, N], by descending probability. Parents precede children."""
         return nodes.joint_BT.sort(dim=1, descending=True, stable=True).indices[:, : 1 + self.max_nodes]
 
     def _best(self, nodes: _Nodes) -> tuple[Tensor, Tensor, Tensor]:
-        """Return tokens, parents and depths of the best nodes, [B, N] each. The parents are also best nodes."""
+        """Return tokens, parents and depths of the best nodes, [B, N] each. Parents are indices of these nodes."""
         order_BN, total = self._order(nodes), nodes.joint_BT.shape[1]
         exists_BN = nodes.joint_BT.gather(1, order_BN) > 0
         numbers_BN = torch.where(exists_BN, order_BN, total).sort(1).values

@@ -22,7 +22,7 @@ from .lattice import Lattice
 
 
 class HeadModule(Protocol):
-    """Protocol of prediction heads, which map hidden states [..., D] to logits [..., K, V] of later tokens."""
+    """Interface of prediction heads, which map hidden states [..., D] to logits [..., K, V] of later tokens."""
 
     num_heads: int
 
@@ -30,12 +30,12 @@ class HeadModule(Protocol):
 
 
 class HeadTree(Proposer):
-    """Proposer of a fixed tree, given by candidate ranks (see `tree.parse_tree`). Depth k uses candidates of head k.
+    """Proposer of a fixed tree of candidate ranks (see `tree.parse_tree`), with candidates of head k at depth k.
 
     Source: Medusa (arXiv 2401.10774). With one candidate per level this is blockwise parallel decoding.
 
     Raises:
-        ValueError: The tree is invalid, or deeper than the number of heads, or the heads do not fit the target.
+        ValueError: The tree is invalid or has more levels than there are heads, or the heads do not fit the target.
     """
 
     def __init__(self, heads: HeadModule, shape: str) -> None:
@@ -71,12 +71,12 @@ class HeadTree(Proposer):
 
 
 class PrunedHeadTree(Proposer):
-    """Proposer of a tree of the sequences of the heads' candidates that have the highest posterior.
+    """Proposer of a tree that contains the candidate sequences with the highest posterior under the heads.
 
     Source: Lin et al., SLiM, Findings of NAACL 2024, eq. 2 and 3.
 
     The posterior of a sequence is the product of its tokens' head probabilities and of the correlations r of
-    neighbouring tokens, including the root. Without a table r is 1.
+    neighbouring tokens, including the root. Without a table, r is 1.
 
     Args:
         num_candidates: Number of candidates of each head.
@@ -89,7 +89,7 @@ class PrunedHeadTree(Proposer):
             (as in EAGLE-2, arXiv 2406.16858). 0 disables the limit.
 
     Raises:
-        ValueError: A setting is out of range or, at the start of decoding, heads or table belong to another target.
+        ValueError: A setting is out of range or, at the start of decoding, heads or table do not fit the target.
     """
 
     def __init__(
@@ -172,21 +172,21 @@ class PrunedHeadTree(Proposer):
 
 
 def states_of(heads: Any) -> str:
-    """Return the kind of hidden states that the heads take as input. The default, also for None, is "after-norm"."""
+    """Return the kind of hidden states that the heads take as input, by default "after-norm"."""
     return getattr(heads, "states", "after-norm")
 
 
 def attach_projection(heads: Any, model: PreTrainedModel, device: torch.device) -> None:
-    """Attach the target's output projection on `device` to heads of `projection_kind` "target".
+    """Attach the target's output projection, copied to `device`, to heads with `projection_kind` "target".
 
     Raises:
-        ValueError: The projection is offloaded, or has another hidden size or vocabulary.
+        ValueError: The projection is offloaded, or its hidden size or vocabulary differs from the heads'.
     """
     if getattr(heads, "projection_kind", None) != "target":
         return
     head = model.get_output_embeddings()
     if head.weight.device.type == "meta":
-        raise ValueError("the heads use the target's output projection, which is offloaded: place it on a device")
+        raise ValueError("the heads use the target's output projection, which is offloaded: move it to a device")
     bias_V = getattr(head, "bias", None)
     shape = LogitShape.of(model.config.get_text_config(decoder=True))
     heads.attach(head.weight.detach().to(device), None if bias_V is None else bias_V.detach().to(device), shape)
@@ -196,17 +196,17 @@ def check_heads(heads: HeadModule, context: Context) -> None:
     """Check that the heads fit the target, and set the implementation of their matrix products.
 
     Raises:
-        ValueError: The heads have another vocabulary or hidden size, or take other hidden states as input.
+        ValueError: The heads have a different vocabulary, hidden size or kind of hidden states from the target.
     """
     if hasattr(heads, "vocab_size"):
-        check_same_vocabulary(context.target, heads, "module of prediction heads")
+        check_same_vocabulary(context.target, heads, "prediction heads")
     size, expected = getattr(heads, "hidden_size", context.target.hidden_size), context.target.hidden_size
     if size != expected:
-        raise ValueError(f"the heads read hidden states of size {size}, but those of the target have {expected}")
+        raise ValueError(f"the heads require hidden states of size {size}, but the target's have size {expected}")
     if states_of(heads) != context.target.states:
         raise ValueError(
-            f"the heads read {states_of(heads)} states, but the target returns {context.target.states} states: wrap "
-            f"it with wrap_model(model, states={states_of(heads)!r})"
+            f"the heads require {states_of(heads)} states, but the target returns {context.target.states} states: wrap "
+            f"the target with wrap_model(model, states={states_of(heads)!r})"
         )
     if isinstance(heads, PredictionHeads):
         heads.multiply_by(Product)

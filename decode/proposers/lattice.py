@@ -13,14 +13,14 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class _Level:
-    """Views of the buffers that one level of the search reads and writes."""
+    """Views of the buffers that are read and written by one level of the search."""
 
     scores_B1CR: Tensor
     """Scores of the paths of the previous level, grouped by their last candidate."""
     longer_BCCR: Tensor
     """Scores of these paths after extension by each candidate, [B, C to, C from, R]."""
     best: tuple[Tensor, Tensor] | None
-    """Output buffers of scores and indices of the best paths, [B, C, W] each. None if all paths are kept."""
+    """Output buffers for the scores and indices of the best paths, [B, C, W] each. None if all paths are kept."""
     offset: int
     """Index of the first path of the previous level."""
 
@@ -98,8 +98,8 @@ class Lattice:
                 from candidate f of the previous level.
 
         Returns:
-            `parents_BN`, parents first and -1 at the root; `depth_BN`; and `place_BN`, the candidate of each node as
-            level · C + candidate (0 at the root). N is the size of the largest tree of the batch or, on a GPU, the
+            `parents_BN`, which is -1 at the root; `depth_BN`; and `place_BN`, the candidate of each node as level · C +
+            candidate (0 at the root). Parents precede children. N is the size of the largest tree of the batch or, on a GPU, the
             largest possible size. Smaller trees are padded with parent -1 and depth 0.
         """
         self._first_BC.copy_(first_BC)

@@ -27,11 +27,11 @@ class TableDrafts:
         self._commonest = self._unigram_V.argmax()
 
     def logits(self, last_X: Tensor) -> Tensor:
-        """Return log-probabilities after each token, [..., V]."""
+        """Return the log-probabilities of the token after each token, [..., V]."""
         return self._rows.after(last_X).log() if self._order == 2 else self._unigram_V.expand(*last_X.shape, -1)
 
     def best(self, last_X: Tensor) -> Tensor:
-        """Return the most likely token after each token, [...]."""
+        """Return the most likely next token after each token, [...]."""
         return self._rows.most_likely(last_X) if self._order == 2 else self._commonest.expand_as(last_X)
 
 
@@ -50,7 +50,7 @@ class TableSource(NamedTuple):
 
 
 class TableChain(Proposer):
-    """Proposer of `gamma` tokens from a table of counts, like the n-gram baselines of arXiv 2211.17192 (table 3).
+    """Proposer of `gamma` tokens from a table of counts, as in the n-gram baselines of arXiv 2211.17192 (table 3).
 
     Raises:
         ValueError: A setting is out of range or, in `start`, the table's vocabulary differs from the target's.
@@ -88,7 +88,7 @@ class PromptLookup(Proposer):
 
     def __init__(self, gamma: int, max_ngram: int, min_ngram: int = 1) -> None:
         if min_ngram > max_ngram:
-            raise ValueError(f"min_ngram must be at most max_ngram, {max_ngram}, got {min_ngram}")
+            raise ValueError(f"min_ngram must be at most max_ngram ({max_ngram}), got {min_ngram}")
         self.gamma, self.max_ngram, self.min_ngram = gamma, max_ngram, min_ngram
 
     def propose(self, context: Context) -> Proposal:

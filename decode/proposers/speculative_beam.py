@@ -25,13 +25,13 @@ _Continuations = dict[int, list[tuple[np.float32, int]]]
 
 
 _Sequence = tuple[np.float32, int | None, int, tuple[int, ...]]
-"""Score of a sequence, node of its last token (None if it was not run), parent node, and (last token,)."""
+"""Score of a sequence, node of its last token (None if it was not run), parent node, and tuple of the last token."""
 
 
 class _Beam(NamedTuple):
     score: np.float32
     node: int | None
-    """Node of the last token. None if this token was not run."""
+    """Node of the last token, or None if neither model has run this token."""
     parent: int
     tokens: tuple[int, ...]
     ended: bool
@@ -48,7 +48,7 @@ class _Row:
     drafter: _Continuations = field(default_factory=dict)
 
     def advance(self, most: int, levels: int, stop_ids: frozenset[int]) -> None:
-        """Advance the search as long as the target's distribution after each beam is known."""
+        """Advance the search as long as the target's distribution after every beam is known."""
         while not self.ended(levels) and all(beam.ended or beam.node is not None for beam in self.beams):
             candidates: list[tuple[np.float32, int, int]] = []
             for number, beam in enumerate(self.beams):
@@ -78,14 +78,14 @@ class _Row:
 
 
 class SpeculativeBeam(Proposer):
-    """Proposer of the most likely of `num_beams` beams over all new tokens (see `TargetBeam`).
+    """Proposer of the best beam of a search like `TargetBeam` over all new tokens, with fewer target forwards.
 
     The drafter uses `draft_beams` beams and runs `draft_gamma` levels before each forward of the target.
     """
 
     def __init__(self, model: LanguageModel, num_beams: int, draft_beams: int, draft_gamma: int) -> None:
         if draft_beams < num_beams:
-            raise ValueError(f"draft_beams must be at least num_beams, {num_beams}, got {draft_beams}")
+            raise ValueError(f"draft_beams must be at least num_beams ({num_beams}), got {draft_beams}")
         self.model, self.num_beams, self.draft_beams, self.draft_gamma = model, num_beams, draft_beams, draft_gamma
         self._ran: list[tuple[Any, int]] = []
 
@@ -191,7 +191,7 @@ class SpeculativeBeam(Proposer):
         nodes: list[list[int]],
         start: int = 0,
     ) -> None:
-        """Store the most likely continuations of `nodes`. `hidden_BMD` starts with the node `start`."""
+        """Store the most likely continuations of `nodes`. `hidden_BMD` are hidden states from node `start` on."""
         logits_BMV = state.model.logits(hidden_BMD).float()
         source = "the target's" if state is self._target else "the drafter's"
         top = logits_BMV.log_softmax(-1).topk(min(most, logits_BMV.shape[-1]), -1)

@@ -1,8 +1,8 @@
 """Suffix decoding: draft trees from earlier matches in the text and in a datastore, and from prediction heads.
 
 Source: SuffixDecoding (Oliaro et al. 2024, arXiv 2411.04975), which proposes the most frequent continuations of the
-longest matching context. This implementation stores texts in a suffix array instead of trees. A token may come from
-several sources, of which the largest probability is used. Proposals are a deterministic function of the committed
+longest matching context. This implementation stores texts in a suffix array instead of trees. If several
+sources propose a token, the largest of its probabilities is used. Proposals are a deterministic function of the committed
 tokens, so `SampleAndMatch` is exact.
 
 Shape letters: B batch, N tree nodes, K depth or heads, C candidates of a head, S slots, M matches, L match lengths.
@@ -27,7 +27,7 @@ from .head_trees import HeadModule, check_heads
 
 Ints = NDArray[np.integer[Any]]
 _MAX_MATCH = 16
-"""Maximum number of tokens of a match in the text itself."""
+"""Maximum length of a match in the row's own text, in tokens."""
 _MAX_POSITIONS = 2048
 """Maximum number of matches in the datastore that are examined."""
 _MAX_CHILDREN = 4
@@ -60,21 +60,21 @@ class _Path(NamedTuple):
 
 
 class SuffixTree(Proposer):
-    """Proposer of a tree of the most likely continuations of each row, which is grown best first.
+    """Proposer of a tree of the most likely continuations of each row, grown in best-first order.
 
-    The probability of a token is the maximum of three values: the acceptance rate so far of tokens after matches of
-    this length in the row's own text; the share of the token among the continuations of the longest match in the
-    datastore; and its probability under a head.
+    The probability of a token is the maximum of three values: the observed acceptance rate after matches of the same
+    length in the row's own text; the relative frequency of the token after the longest match in the datastore; and its
+    probability under a head.
 
     Args:
         max_nodes: Maximum number of nodes, without the root.
         max_depth: Maximum depth.
         min_prob: Minimum joint probability of a node.
         texts: Datastore of earlier texts.
-        heads: Prediction heads as a further source of tokens, with `num_candidates` tokens each.
+        heads: Prediction heads that also propose tokens, `num_candidates` each.
 
     Raises:
-        ValueError: `min_prob` lies outside (0, 1) or, at the start of decoding, the heads belong to another target.
+        ValueError: `min_prob` is not in (0, 1) or, at the start of decoding, the heads do not fit the target.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class SuffixTree(Proposer):
         self._accepted_BL = _PRIOR_WEIGHT * np.tile(prior_L, (len(context.lengths), 1))
         self._examined_BL = np.full_like(self._accepted_BL, _PRIOR_WEIGHT)
         self._matches = [(list[int](), 0) for _ in context.lengths]
-        """Continuation of the latest match in each row's own text, and the length of that match."""
+        """Continuation of the longest match in each row's own text, and the length of this match."""
         self._watched_BK: Tensor | None = None
         self._guesses = [list[dict[int, float]]() for _ in context.lengths]
         if self.heads is not None:
@@ -119,7 +119,7 @@ class SuffixTree(Proposer):
         return proposal_of(rows, context.root_B1, self.max_depth)
 
     def _candidates(self, hidden_BD: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the heads' candidates and their probabilities, [B, K, C] each."""
+        """Return the heads' most likely tokens and their probabilities, [B, K, C] each."""
         assert self.heads is not None
         probs_BKV = self.heads(hidden_BD)[:, : self.max_depth].softmax(-1, dtype=torch.float32)
         top = probs_BKV.topk(min(self.num_candidates, probs_BKV.shape[-1]), -1)
@@ -127,7 +127,7 @@ class SuffixTree(Proposer):
         return top.indices, top.values
 
     def _guess(self, candidates: list[Any]) -> None:
-        """Store the result of `_candidates` for each row and depth."""
+        """Store the result of `_candidates` as one mapping from token to probability per row and depth."""
         pairs = zip(*candidates, strict=True)
         self._guesses = [[dict(zip(*level, strict=True)) for level in zip(*row, strict=True)] for row in pairs]
 
@@ -137,7 +137,7 @@ class SuffixTree(Proposer):
         return self._candidates(hidden_after(verdict, hidden_BND, context.target.hidden_size))
 
     def grow(self, row: int, text_S: Ints, guesses: Sequence[dict[int, float]] = ()) -> list[Node]:
-        """Grow the tree of a row. Return its nodes by descending probability. `guesses` are the heads' candidates."""
+        """Grow a row's tree. Return its nodes by descending probability. `guesses` are tokens proposed by the heads."""
         start, match = longest_match(text_S)
         next_K = text_S[start + np.arange(self.max_depth) % (len(text_S) - start)].tolist() if match else []
         self._matches[row] = next_K, match
@@ -190,7 +190,7 @@ class SuffixTree(Proposer):
 
 
 def proposal_of(rows: Sequence[tuple[list[int], list[int]]], root_B1: Tensor, levels: int) -> Proposal:
-    """Create a proposal from parents and tokens of each row's nodes, without the root. Parents precede children."""
+    """Create a proposal from the parents and tokens of each row's nodes below the root. Parents precede children."""
     device, most = root_B1.device, max(len(tokens) for _, tokens in rows)
     parents_BN = np.full((len(rows), 1 + most), -1)
     tokens_BN = np.zeros((len(rows), most), dtype=np.int64)
@@ -210,7 +210,7 @@ def proposal_of(rows: Sequence[tuple[list[int], list[int]]], root_B1: Tensor, le
 def longest_match(text_S: Ints) -> tuple[int, int]:
     """Find the longest earlier match of a text's last tokens. Return the position after it, and its length.
 
-    Matches have at most 16 tokens, and the latest one is used. The result is (0, 0) if the last token is new.
+    Matches have at most 16 tokens, and the latest match is used. The result is (0, 0) if the last token is new.
     """
     ends_M, length = np.flatnonzero(text_S[:-1] == text_S[-1]), 0
     start = 0
@@ -222,7 +222,7 @@ def longest_match(text_S: Ints) -> tuple[int, int]:
 
 
 def _shares(next_M: Ints) -> Iterator[tuple[int, float]]:
-    """Yield the most frequent tokens with their shares. 1 is added to the total, so that all shares are below 1."""
+    """Yield the most frequent next tokens and their relative frequencies, with 1 added to the total count."""
     if not len(next_M):
         return
     tokens, counts = np.unique(next_M, return_counts=True)

@@ -35,7 +35,7 @@ class Sample(Verifier):
 
 
 class GreedyMatch(Verifier):
-    """Verifier that accepts the longest path on which each token is the target's most likely one.
+    """Verifier that accepts the longest path on which each token is the target's most likely token.
 
     It is exact at temperature 0 for any proposal, because the accepted tokens equal those of greedy decoding. Blockwise
     parallel decoding, Medusa and SLiM (Lin et al. 2024, eq. 1) verify in the same way.
@@ -66,7 +66,7 @@ class GreedyMatch(Verifier):
 
 
 class ExactChain(Verifier):
-    """Speculative sampling: accept x with probability min(1, p(x)/q(x)), else sample from [p - q]+.
+    """Speculative sampling verifier: accepts x with probability min(1, p(x)/q(x)), else samples from [p - q]+.
 
     Source: arXiv 2211.17192, Algorithm 1 and appendix A.1; arXiv 2302.01318. If a proposal has no `draft_probs_BMV`,
     its tokens are deterministic and q is 1.
@@ -104,7 +104,7 @@ class ExactChain(Verifier):
 
 
 class ExactBlock(ExactChain):
-    """Block verification: accept a prefix of a chain as a whole. It never accepts fewer tokens than `ExactChain`.
+    """Block verifier, which accepts a prefix of a chain as a whole: on average, no fewer tokens than `ExactChain`.
 
     Source: Sun et al. 2024, arXiv 2403.10444, algorithm 2. With p_i = min(p_{i-1} p / q, 1) and Z_i = Σ [p_i p - q]+ at
     node i, the first i draft tokens pass with probability Z_i / (Z_i + 1 - p_i), and all γ tokens with p_γ. The longest
@@ -144,11 +144,11 @@ class ExactBlock(ExactChain):
 
 
 class MultiCandidate(Verifier):
-    """Multi-candidate speculative sampling over a tree, which tries the children of each node in turn.
+    """Verifier for multi-candidate speculative sampling, which tries the children of each tree node in turn.
 
     Source: arXiv 2401.06706, Algorithm 1 with replacement and Algorithm 2 without, where rejected tokens are also
-    removed from q. Both preserve the target's distribution (appendices A and B), and equal speculative sampling for one
-    candidate per level. Children with a False `valid_BN` are skipped.
+    removed from q. Both preserve the target's distribution (appendices A and B). With one candidate per level, they equal
+    speculative sampling. Children with a False `valid_BN` are skipped.
 
     The residual of p is stored unnormalised together with its mass. Without replacement, the remaining mass of q is
     summed again, since 1 - q would cancel in float32 for a nearly certain drafter.
@@ -203,7 +203,7 @@ class MultiCandidate(Verifier):
 
 
 class Traversal(Verifier):
-    """Traversal verification of a sampled tree from its leaves to the root, which accepts paths as a whole.
+    """Traversal verifier, which accepts whole paths of a sampled tree, from the leaves to the root.
 
     Source: Weng et al. 2025, arXiv 2505.12398, algorithm 1. For a chain this is block verification (`ExactBlock`). The
     root is accepted with probability h = 1, and a child x with min(h P(x) / Q(x), 1), where h, P and Q are the current
@@ -342,7 +342,7 @@ class SeveralDrafters(Verifier):
 
 
 class KSequential(SeveralDrafters):
-    """k-SEQ verification of SpecTr: of k independent chains, accept the first token x with u < p(x) / (ρ q(x)).
+    """k-SEQ verifier of SpecTr, which accepts the first token x of k chains with u < p(x) / (ρ q(x)).
 
     ρ is the smallest value for which the residual of p is a distribution (`k_seq_rho`). With one remaining chain, ρ is
     1 and the rule equals speculative sampling. Source: arXiv 2310.15141, Algorithm 2.
@@ -351,7 +351,7 @@ class KSequential(SeveralDrafters):
     def pick(
         self, alive_BM: Tensor, tokens_BM: Tensor, draft_BMV: Tensor, target_BV: Tensor, uniform_BM: Tensor
     ) -> tuple[Tensor, Tensor]:
-        # All remaining chains have the same prefix, and so the same q.
+        # All remaining chains have the same prefix and therefore the same q.
         draft_BV = take_node(draft_BMV, alive_BM.int().argmax(1))
         count_B1 = alive_BM.sum(1, keepdim=True).clamp(min=1)
         rho_B1 = k_seq_rho(target_BV, draft_BV, count_B1)

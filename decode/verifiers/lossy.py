@@ -70,7 +70,7 @@ class Rollback(Verifier):
 class OverAcceptance(ExactChain):
     """Verifier that accepts x with probability b = min(1, (p(x) + ε)/q(x)), which reduces rejections and adds a bias.
 
-    A rejected token is replaced by a sample from [p - b q]+ if `optimal`, which minimises the bias for this b, else
+    With `optimal`, a rejected token is replaced by a sample from [p - b q]+, which minimises the bias for this b, otherwise
     from p (Decoding-OPT and Decoding-UNO of arXiv 2411.00841, section 4). [p - b q]+ equals [p - q]+, because both are
     0 for tokens with b < 1.
     """
@@ -116,7 +116,7 @@ class TypicalAcceptance(Verifier):
 
 
 class AcceptAll(Verifier):
-    """Verifier that accepts a chain proposed by the target itself; its last token becomes the next token."""
+    """Verifier that accepts a chain that the target itself proposed. Its last token becomes the next token."""
 
     lossless = False
     score_type = "logits"
@@ -130,7 +130,7 @@ class AcceptAll(Verifier):
 
 
 def _deepest_path(proposal: Proposal, passes_BN: Tensor, score_BN: Tensor) -> tuple[Tensor, Verdict]:
-    """Return the deepest node whose path passes (scores break ties), and a verdict without the next token."""
+    """Return the deepest node whose path passes, with ties broken by score, and a verdict without the next token."""
     tree = proposal.tree
     rows, nodes = passes_BN.shape
     passes_BN = passes_BN & (tree.parents_BN >= 0)
@@ -147,6 +147,6 @@ def _deepest_path(proposal: Proposal, passes_BN: Tensor, score_BN: Tensor) -> tu
 
 
 def _next(verifier: JointLikelihood | Rollback, target_BNV: Tensor, accepted_B: Tensor, rng: Rng) -> Tensor:
-    """Return the token after the path: the most likely one for unwarped scores (temperature 0), else a sample."""
+    """Return the token after the accepted path: a sample, or the most likely token for unwarped scores."""
     probs_BV = take_node(target_BNV, accepted_B)
     return probs_BV.argmax(-1) if verifier.score_type == "unwarped" else categorical(probs_BV, rng.uniform())

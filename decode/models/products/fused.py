@@ -1,7 +1,7 @@
 """Triton kernels for the operations of a decoder layer around its matrix products, for few tokens on a GPU.
 
 Attention splits the cache slots among the GPU's multiprocessors, as in flash decoding, and supports any mask. It reads
-no slot after a row's last new token, so one CUDA graph serves all lengths. Accumulation is in float32.
+no slot after a row's last new token, so one CUDA graph works for all lengths. Accumulation is in float32.
 
 Shape letters: B batch, M new tokens, X = B · M, H query heads, K key heads, G = H / K, R = G · M rows of a key head, E
 head width, S cache slots, P parts of the slots, F width of the MLP.
@@ -20,7 +20,7 @@ from torch import Tensor
 try:
     import triton
     import triton.language as tl
-except ImportError:  # not part of torch for CPUs
+except ImportError:  # PyTorch for CPUs does not include Triton
     triton = None
 
 _BLOCK = 64
@@ -44,7 +44,7 @@ def rotate_and_keep(
 ) -> Tensor:
     """Apply rotary embeddings, return the queries [X, H, E], and write keys and values to the cache.
 
-    `norms_O` are the weights of an optional RMSNorm that is applied to each query and key head first.
+    If `norms_O` is set, an RMSNorm with these weights is first applied to each query and key head.
     """
     (_, kv_heads, _, width), count = keys_BKSE.shape, slots_BM.shape[1]
     rows, all_heads = len(qkv_XO), qkv_XO.shape[1] // width
@@ -97,7 +97,7 @@ def _rotate_kernel(
 
 
 def attend(query_XHE: Tensor, keys_BKSE: Tensor, values_BKSE: Tensor, mask_BMS: Tensor, slots_BM: Tensor) -> Tensor:
-    """Compute attention with a mask, [X, H · E]. Each row attends to the slots up to the last of its `slots_BM`."""
+    """Compute attention with a mask, [X, H · E]. Each row attends to the slots up to its last entry in `slots_BM`."""
     (batch, kv_heads, slots, width), count = keys_BKSE.shape, mask_BMS.shape[1]
     tokens, heads = query_XHE.shape[:2]
     assert keys_BKSE.stride() == values_BKSE.stride()
@@ -181,7 +181,7 @@ def _gather_kernel(sums, peaks, attended, WIDTH: tl.constexpr, WIDE: tl.constexp
 
 
 def normed(x_XD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """Apply RMSNorm, as `F.rms_norm` does."""
+    """Apply RMSNorm with the same result as `F.rms_norm`."""
     width = x_XD.shape[1]
     normed_XD = torch.empty_like(x_XD)
     sizes: dict[str, Any] = {"WIDE": triton.next_power_of_2(width), "num_warps": 4 if width <= 1024 else 16}

@@ -1,4 +1,4 @@
-"""Decoder layers on a CPU that run in one call of a C function. Long inputs are split into several calls.
+"""Decoder layers that run in one call of a C function on a CPU. Long inputs are split into several calls.
 
 Shape letters: L layers, B batch, M new tokens, X = B · M, D hidden, O queries, keys and values, S cache slots, E head
 width.
@@ -51,14 +51,14 @@ class DecoderLayers:
         return right and len({each is None for layer in layers for each in (layer.norm_in_D, layer.norm_mlp_D)}) == 1
 
     def __init__(self, layers: Sequence[Any], sides: Sequence[int], kind: Kind) -> None:
-        """Prepare layers for which `fit` returns True. `sides` contains the index of each layer's `Side` in calls."""
+        """Prepare layers for which `fit` returns True. `sides` maps layers to indices into `sides` of calls."""
         self._sides, self._architecture = tuple(sides), kind
         hidden = layers[0].up.shape[1]  # the input of queries may be wider
         self._offset = -1.0 if layers[0].norm_in_D is None else (hidden * kind.eps) ** 0.5
         few = [[each.few_rows or FewRows(each.weight_OI, each.int8) for each in _products(layer)] for layer in layers]
         kept = [[None if each is None else each.float().contiguous() for each in _vectors(layer)] for layer in layers]
         self._held = few, kept
-        """Objects that own the memory to which the table points."""
+        """Objects that own the memory to which `_table` points."""
         self._table = torch.zeros(len(layers), 18, dtype=torch.int64)
         self._table[:, :4] = torch.tensor([[product.pointer for product in products] for products in few])
         self._table[:, 4:13] = torch.tensor([[_address(each) for each in of_layer] for of_layer in kept])
@@ -70,7 +70,7 @@ class DecoderLayers:
         self._call = compiled().layers
 
     def takes(self, rows: int, count: int) -> bool:
-        """Return whether the layers currently support a batch of `rows` rows with `count` tokens each."""
+        """Return whether the C function is enabled and supports `rows` rows of `count` tokens each."""
         return in_use() and 0 < rows <= self._most_tokens and rows * count <= self._most_rows
 
     def __call__(
@@ -86,7 +86,7 @@ class DecoderLayers:
         """Run the layers. Return the output [X, D] and the inputs of `aux_layers`, which must be increasing.
 
         Keys and values are written to the cache. The tokens are the nodes of each row's tree from `start` on.
-        `first_qkv_XO` can provide the queries, keys and values of the first layer.
+        `first_qkv_XO` contains the queries, keys and values of the first layer if they are already computed.
         """
         batch, count = len(cache.lengths), sides[0][0].shape[1]
         if batch * count <= self._most_tokens:

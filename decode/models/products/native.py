@@ -1,6 +1,6 @@
 """Compilation of the C functions on the machine that runs them, and selection of Triton kernels for its GPU.
 
-Without a C compiler or Triton, with DRAFTSMITH_NATIVE=0 or in `library_products`, PyTorch's functions are used instead.
+PyTorch's functions are used if there is no C compiler or Triton, if DRAFTSMITH_NATIVE=0, or in `library_products`.
 """
 
 import ctypes
@@ -21,7 +21,7 @@ import torch
 _FOLDER = Path(__file__).parent
 _SOURCES = [_FOLDER / name for name in ("attention.c", "few_rows.c", "layers.c", "packing.c")]
 _OPTIONS = ("-O3", "-march=native", "-fopenmp", "-shared", "-fPIC")
-_SECONDS = 300  # on a busy machine
+_SECONDS = 300  # compilation timeout, for a busy machine
 _in_use = True
 
 
@@ -43,7 +43,7 @@ def library_products() -> Iterator[None]:
 
 @cache
 def compiled() -> Any:
-    """Return the library of C functions, compiled on first use, or None if that is not possible."""
+    """Return the library of C functions, which is compiled on first use, or None if it is not available."""
     compiler = shutil.which("cc") or shutil.which("gcc")
     if os.environ.get("DRAFTSMITH_NATIVE") == "0" or compiler is None:
         return None
@@ -76,7 +76,7 @@ def compiled() -> Any:
 
 @cache
 def fused_kernels() -> Any:
-    """Return the module `fused`, or None if its kernels cannot run. They need an Ampere GPU or later."""
+    """Return the module `fused`, or None if its kernels cannot run. They require an Ampere or later GPU."""
     from . import fused
 
     known = torch.version.cuda is not None and torch.cuda.get_device_capability() >= (8, 0)
@@ -84,7 +84,7 @@ def fused_kernels() -> Any:
 
 
 def _key(compiler: str) -> str:
-    """Return a hash of everything that affects the compiled library, since machines may share the cache directory."""
+    """Return a hash of all inputs of the compilation, since different machines may share the cache directory."""
     processor = Path("/proc/cpuinfo")
     about = processor.read_text().split("\n\n")[0] if processor.is_file() else platform.processor()
     flags = sorted(line for line in about.splitlines() if line.startswith(("model name", "flags", "Features")))

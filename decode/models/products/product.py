@@ -1,6 +1,6 @@
 """Matrix products with few rows (skinny GEMM) in C for CPUs, and int8 weights.
 
-PyTorch's products become slower with each row, although reading the weights should dominate the time.
+PyTorch's products become slower with each additional row, although reading the weights should dominate the latency.
 
 Shape letters: X rows, I inputs, O outputs.
 """
@@ -16,19 +16,19 @@ from torch import Tensor, nn
 from .native import compiled, in_use
 
 FEW_ROWS = 64
-SMALLEST_PACKED = 1 << 18  # minimum number of elements for which a call is worthwhile
-AT_ONCE = 60  # rows of a call if there are more, a multiple of the row groups of few_rows.c
+SMALLEST_PACKED = 1 << 18  # minimum number of elements of a matrix for which the C function is used
+AT_ONCE = 60  # rows per call for longer inputs, a multiple of the group sizes in few_rows.c
 _MOST_PAIRS = 256
-_UNPACKED_AT_ONCE = 1 << 24  # numbers
-_MAX_STACK_NUMBERS = 1 << 18  # inputs of all rows, stored on the stack in C
+_UNPACKED_AT_ONCE = 1 << 24  # elements
+_MAX_STACK_NUMBERS = 1 << 18  # elements of the input, which the C function stores on the stack
 _WIDTH = 16
-WIDE, _NARROW, PAIRS, _BYTES, FOURS = range(5)  # as numbered in C
+WIDE, _NARROW, PAIRS, _BYTES, FOURS = range(5)  # as numbered in vectors.h
 _MAX_INT8 = 127
-_AT_ONCE = 1 << 18  # numbers that are rounded at a time, which fit into the cache
+_AT_ONCE = 1 << 18  # elements quantised at a time, which fit into the CPU cache
 
 
 def round_to_int8(model: nn.Module) -> None:
-    """Quantise a model's matrices to int8 with one scale per row, in place, and set `model.is_int8`."""
+    """Quantise a model's matrices in place to int8 with one scale per row, and set `model.is_int8`."""
     for parameter in model.parameters():
         if parameter.dim() > 1:
             parameter.data = rounded(parameter.detach())
@@ -46,14 +46,14 @@ def rounded(weight_OI: Tensor) -> Tensor:
 
 
 def is_int8(model: nn.Module) -> bool:
-    """Return whether the weights were rounded by `round_to_int8`."""
+    """Return whether a model's weights were quantised by `round_to_int8`."""
     return bool(getattr(model, "is_int8", False))
 
 
 def integers_of(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
     """Quantise a matrix to int8 from -127 to 127. Return the integers and the scale of each row, float32 [O].
 
-    Quantising float32 weights that were dequantised returns the same integers again.
+    Quantising dequantised float32 weights returns the same integers again.
     """
     scale_O = (weight_OI.float().abs().amax(-1) / _MAX_INT8).clamp(min=torch.finfo(torch.float32).tiny)
     return (weight_OI.float() / scale_O[..., None]).round().clamp(-_MAX_INT8, _MAX_INT8).to(torch.int8), scale_O
@@ -70,7 +70,7 @@ class FewRows:
 
     def __init__(self, weight_OI: Tensor, int8: bool = False) -> None:
         self._outputs, self._inputs = self.shape = weight_OI.shape
-        self._missing = -self._outputs % _WIDTH  # zero rows, whose outputs are dropped
+        self._missing = -self._outputs % _WIDTH  # padding rows of zeros, whose outputs are dropped
         half, even = weight_OI.dtype == torch.bfloat16, self._inputs % _WIDTH == 0
         self.kind, size = (_NARROW, 2) if half else (WIDE, 4)
         if half and even and compiled().multiplies_pairs():
@@ -84,11 +84,11 @@ class FewRows:
         to = self.pointer, self._inputs, self._outputs, self.kind, torch.get_num_threads()
         compiled().pack(weight_OI.data_ptr(), half, *to)
         self.at_once = min(FEW_ROWS, _MAX_STACK_NUMBERS // self._inputs)
-        # With AMX the library is faster for many bfloat16 rows.
+        # With AMX, PyTorch is faster for many bfloat16 rows.
         self.most_rows = _MOST_PAIRS if size == 2 and torch.cpu._is_amx_tile_supported() else sys.maxsize
 
     def rows(self, places_X: Tensor | None = None) -> Tensor:
-        """Return rows of W (default: all), [X, I]. Int8 weights are dequantised to float32."""
+        """Return the rows `places_X` of W (default: all rows), [X, I]. Int8 weights are dequantised to float32."""
         places_X = torch.arange(self._outputs) if places_X is None else places_X.contiguous()
         rows_XI = torch.empty(len(places_X), self._inputs, dtype=self.dtype)
         to = rows_XI.data_ptr(), self._inputs, self.kind, torch.get_num_threads()
@@ -96,14 +96,14 @@ class FewRows:
         return rows_XI
 
     def part(self, start: int, stop: int) -> "FewRows":
-        """Return the product for the outputs start..stop-1, which shares memory. The limits are multiples of 16."""
+        """Return the product for outputs start to stop - 1, which shares memory. Both limits are multiples of 16."""
         part = copy.copy(self)
         part._weight, part._outputs, part._missing = self._weight[start // _WIDTH : stop // _WIDTH], stop - start, 0
         part.shape = torch.Size((stop - start, self._inputs))
         return part
 
     def by_library(self, x_XI: Tensor, bias_O: Tensor | None = None, places_O: Tensor | None = None) -> Tensor:
-        """Compute the product for some outputs (default: all) with PyTorch, in the dtype of W."""
+        """Compute the outputs `places_O` (default: all) of the product with PyTorch, in the dtype of W."""
         places_O = torch.arange(self._outputs) if places_O is None else places_O
         parts = places_O.split(max(1, _UNPACKED_AT_ONCE // self._inputs))
         biases = [None] * len(parts) if bias_O is None else bias_O.to(self.dtype).split(len(parts[0]))
@@ -114,11 +114,11 @@ class FewRows:
     pointer = property(lambda self: self._weight.data_ptr(), doc="Address of the weights.")
 
     def takes(self, rows: int) -> bool:
-        """Return whether the C function can currently be used for this number of rows."""
+        """Return whether the C function is enabled and supports this number of rows."""
         return in_use() and 0 < rows <= self.most_rows
 
     def __call__(self, x_XI: Tensor, add: Tensor | None = None) -> Tensor:
-        """Return x Wᵀ, [X, O] float32, plus `add`, [X, O] or [O]."""
+        """Return x Wᵀ + `add`, float32 [X, O]. `add` is a float32 tensor [X, O] or [O], or None."""
         rows = len(x_XI)
         if rows > self.at_once:
             parts = x_XI.split(min(AT_ONCE, self.at_once))
@@ -148,7 +148,7 @@ def fits(weight_OI: Tensor) -> bool:
 
 
 def pack(weight_OI: Tensor, int8: bool = False) -> FewRows | None:
-    """Convert weights to `FewRows` if they are large and supported, otherwise return None."""
+    """Convert weights to `FewRows`, or return None if they are too small or not supported."""
     weight_OI = weight_OI.float() if int8 and weight_OI.dtype == torch.float16 else weight_OI
     return FewRows(weight_OI, int8) if weight_OI.numel() >= SMALLEST_PACKED and fits(weight_OI) else None
 

@@ -15,7 +15,7 @@ Turns = tuple[Tensor, Tensor | None]
 
 
 class Rotation:
-    """Rotary embedding of queries and keys with the angles of a model's `rotary_emb`.
+    """Rotary embedding of queries and keys, with the angles of a model's `rotary_emb` module.
 
     transformers pairs element e with element e + R / 2, where R is the number of rotated elements of a head. Here the
     elements of a pair are adjacent for complex products, and half a head apart otherwise. Their order does not affect
@@ -23,7 +23,7 @@ class Rotation:
     """
 
     def __init__(self, config: Any, rotary: Any, width: int, as_complex: bool, dtype: torch.dtype) -> None:
-        """Compute the order of elements. `rotary` is the model's module, or None without rotary embeddings."""
+        """Compute the order of elements. `rotary` is the model's `rotary_emb`, or None if it has none."""
         self._rotary, self._width, self._complex, self._dtype = rotary, width, as_complex, dtype
         rope = getattr(config, "rope_parameters", None) or {}
         turned = int(width * rope.get("partial_rotary_factor", 1.0))
@@ -46,12 +46,12 @@ class Rotation:
         return torch.cat((turned[:, self.order].flatten(0, 1), weight[heads * self._width :]))
 
     def at(self, positions_BM: Tensor, needed: int, kinds: Collection[str | None]) -> dict[str | None, Turns]:
-        """Return the rotary factors of positions, as a mapping from each kind of rotation (see `rotations`).
+        """Return the rotary factors of positions for each kind of rotation (see `rotations`).
 
         The tables are enlarged if they have fewer than `needed` positions.
         """
         if needed > self._length:
-            # CUDA graphs read the table that they were captured with, so old tables are kept.
+            # CUDA graphs read the tables that they were captured with, so old tables are kept.
             self.outgrown.append(self.tables)
             self._length = max(256, 2 * needed)
             self.tables = {kind: self._table(kind, positions_BM.device) for kind in kinds}
@@ -88,6 +88,6 @@ class Rotation:
 def rotations(config: Any) -> list[str | None]:
     """Return each layer's kind of rotation: its layer type, "" if there is only one kind, or None for no rotation."""
     rope = getattr(config, "rope_parameters", None) or {}
-    turned = getattr(config, "no_rope_layers", None) or [bool(rope)] * config.num_hidden_layers  # 1 where there is one
+    turned = getattr(config, "no_rope_layers", None) or [bool(rope)] * config.num_hidden_layers  # 1 for rotated layers
     kinds = config.layer_types if any(isinstance(each, dict) for each in rope.values()) else [""] * len(turned)
     return [kind if turns else None for kind, turns in zip(kinds, turned, strict=True)]

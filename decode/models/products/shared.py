@@ -15,8 +15,8 @@ from .product import FewRows, pack
 class _Shared(nn.Module):
     few: FewRows
     places_O: Tensor | None
-    """Rows of `few` that are the weights of this layer. None for all rows."""
-    weight = property(lambda self: self.few.rows(self.places_O), doc="Copy of the weights, [O, I]; int8 in float32.")
+    """Rows of `few` that are the weights of this layer, or None for all rows."""
+    weight = property(lambda self: self.few.rows(self.places_O), doc="Copy of the weights, [O, I], dequantised.")
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -24,7 +24,7 @@ class _Shared(nn.Module):
 
 
 class SharedLinear(_Shared, nn.Linear):
-    """Linear layer that shares the weights of a `FewRows`, which computes it if compiled functions are enabled."""
+    """Linear layer that shares the weights of a `FewRows` and uses its C function if it is enabled."""
 
     def forward(self, input: Tensor) -> Tensor:
         x_XI = input.reshape(-1, self.in_features)
@@ -50,7 +50,7 @@ _SHARED |= {kind: kind for kind in _SHARED.values()}
 def share(modules: Sequence[Any], few: FewRows, order_O: Tensor | None = None) -> None:
     """Make linear layers and embeddings share the weights of a `FewRows`. Other layers are not changed.
 
-    Row r of the `FewRows` is row `order_O[r]` of the concatenated layers, or row r without `order_O`.
+    Row r of the `FewRows` is row `order_O[r]` of the concatenated layers, or row r if `order_O` is None.
     """
     if not all(type(module) in _SHARED for module in modules):
         return

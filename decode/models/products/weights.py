@@ -17,14 +17,14 @@ class Family:
     """Attribute names of the modules in the decoders of a model family."""
 
     norms: tuple[str | None, ...] = ("input_layernorm", None, "post_attention_layernorm", None)
-    """Norms before attention, after attention, before the MLP, and after the MLP. None if absent."""
+    """Norms before attention, after attention, before the MLP and after the MLP. None if a norm is absent."""
     attention: str = "self_attn"
     qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
     by_head: bool = False
     """True if one fused projection interleaves the queries, keys and values of each head."""
     out: str = "o_proj"
     mlp: str | None = "mlp"
-    """Module of the MLP. None if its projections are attributes of the layer."""
+    """Module of the MLP, or None if its projections are attributes of the layer."""
     up: tuple[str, ...] = ("gate_proj", "up_proj")
     """Gate and up projection, or the projection before the activation."""
     gated: bool = True
@@ -93,7 +93,7 @@ ACTIVATIONS = {"relu": 3, "gelu_new": 4, "gelu_pytorch_tanh": 4, "gelu": 5}
 
 
 def join_weights(modules: Sequence[Any], norm: Any = None) -> tuple[Tensor, Tensor | None]:
-    """Concatenate the detached weights of modules to [O, I], and their biases, which absorb a norm's bias."""
+    """Concatenate the weights [O, I] and biases [O] of modules, detached, and fold a norm's bias into the biases."""
     weights = [
         module.weight.detach().t() if isinstance(module, Conv1D) else module.weight.detach() for module in modules
     ]
@@ -110,6 +110,6 @@ def split_heads(weight: Tensor, width: int) -> Tensor:
 
 
 def norm_weight(norm: Any) -> Tensor:
-    """Return the detached weight of a norm. Gemma's norms store its difference from 1."""
+    """Return the detached weight of a norm. The norms of Gemma store the weight minus 1."""
     weight: Tensor = norm.weight.detach()
     return 1 + weight.float() if type(norm).__name__.startswith("Gemma") else weight

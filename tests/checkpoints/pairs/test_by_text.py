@@ -149,7 +149,7 @@ def test_other_methods_name_the_supported_one(pair: tuple[Any, Any, Any]) -> Non
     target = wrap_model(model)
     for name, options in (("multi-candidate", {}), ("adaptive", {}), ("mjsd", {})):
         method = build_method(name, Parts(other), Sampling(), **options)
-        with pytest.raises(ValueError, match=r"another tokenizer.*`speculative`"):
+        with pytest.raises(ValueError, match=r"different tokenizer.*`speculative`"):
             next(generate(target, *method, [[1, 2]], Limits(4), Sampling(), Rng.for_rows(0, 1)))
 
 

@@ -227,7 +227,7 @@ def hooked() -> PreTrainedModel:
         (bart, "'bart'.*t5, mt5, umt5"),
         (lambda: build("t5", decoder_start_token_id=None), "'t5'.*decoder_start_token_id.*None"),
         (spread, "cpu and meta"),
-        (hooked, "'t5' computes something else"),
+        (hooked, "'t5' model differs from its family"),
     ],
     ids=["another family", "no first token", "several devices", "more than its family does"],
 )
