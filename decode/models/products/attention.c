@@ -1,10 +1,10 @@
-/* Attention of few new tokens to a cache, to which their keys and values are written first, in float32.
+/* Float32 attention of a few new tokens to a cache. Their keys and values are written to the cache first.
 
    qkv is [batch, count, heads + 2 * groups, width] and contains queries, keys and values. Queries and keys are rotated by
    turns [rows_of_turns, count, width], the cosine and sine of each adjacent pair. row_apart and head_apart are the strides of
-   the caches. Token m of a row is written to slot lengths[row] + start + m, and sees the slots up to that one, with
-   mask [rows_of_mask, count, end] added to its scores unless it is null. rows_of_* are 1 or batch. width is a multiple of 16.
-   Scores have a soft cap unless cap is 0. The result is attended [batch, count, heads, width]. */
+   the caches. Token m of a row is written to slot lengths[row] + start + m, and attends to the slots up to this slot.
+   mask [rows_of_mask, count, end] is added to the scores unless it is null. rows_of_* are 1 or batch. width is a multiple of
+   16. Scores have a soft cap unless cap is 0. The result is attended [batch, count, heads, width]. */
 
 #include "vectors.h"
 
@@ -26,10 +26,10 @@ static inline void soften(float *scores, long number, float cap)
 }
 
 #define MOST 4   /* tokens processed jointly, which share cached data */
-#define SCORES (1 << 17) /* scores on the stack, unless one query has more */
-#define BLOCK 64 /* slots whose values stay in the cache while each query reads them */
+#define SCORES (1 << 17) /* maximum number of scores on the stack, unless one query has more */
+#define BLOCK 64 /* slots whose values stay in the CPU cache while each query reads them */
 
-/* Products of a query with as many keys as a vector holds. */
+/* Compute the products of a query with LANES keys. */
 static inline __attribute__((always_inline)) vector scored(const float *query, const float *keys, const long width)
 {
     vector products[LANES];
@@ -67,11 +67,11 @@ static void shares(float *scores, const float *mask, long seen, long slots)
         *(vector *)(scores + s) *= scale;
 }
 
-/* Add the values of some slots, weighted by `by`, in `vectors` vectors. */
+/* Add the values of the slots from..until-1, weighted by `by`, to the `vectors` vectors at `to`. */
 static inline __attribute__((always_inline)) void add_values(
     const float *by, const float *values, float *to, long from, long until, long width, const int vectors)
 {
-    vector sums[2][4]; /* of even and odd slots, since each addition to one sum has a latency of four cycles */
+    vector sums[2][4]; /* sums of even and odd slots, since additions to one sum have a latency of four cycles */
 #pragma GCC unroll 4
     for (int e = 0; e < vectors; e++) {
         sums[0][e] = from ? *(vector *)(to + LANES * e) : (vector){0};
@@ -93,15 +93,15 @@ static inline __attribute__((always_inline)) void add_values(
         *(vector *)(to + LANES * e) = sums[0][e] + sums[1][e];
 }
 
-/* Attention of several tokens that share keys and values, with `each` queries per token. The last token sees all slots, and
-   every other token one less than the next. */
+/* Compute attention for several tokens that share keys and values, with `each` queries per token. The last token attends to
+   all slots, and every other token to one slot fewer than the next token. */
 static inline __attribute__((always_inline)) void attend_together(
     const float *queries, const float *keys, const float *values, const float *mask, float *attended, const long slots,
     const long width, const int tokens, const int each, const long end, const long token, const float cap)
 {
     const long padded = (slots + LANES - 1) / LANES * LANES, fitting = SCORES / padded;
     const int number = tokens * each, most = fitting < 1 ? 1 : fitting < number ? fitting : number;
-    float scores[most * padded], last[LANES * width]; /* the last slots, fewer than a vector holds */
+    float scores[most * padded], last[LANES * width]; /* keys of the last slots, which do not fill a vector */
     for (long e = 0; e < LANES * width; e++)
         last[e] = e < slots % LANES * width ? keys[slots / LANES * LANES * width + e] : 0;
     for (int first = 0; first < number; first += most) {
@@ -128,14 +128,14 @@ static inline __attribute__((always_inline)) void attend_together(
 }
 
 #define SIDE (2 * LANES) /* queries processed jointly, one per lane */
-#define TILE 128         /* slots whose scores stay in the cache */
+#define TILE 128         /* slots whose scores stay in the CPU cache */
 #if defined(__AVX512F__) || defined(__aarch64__)
-#define ROWS 8 /* their sums take 16 of 32 registers */
+#define ROWS 8 /* rows whose sums take 16 of 32 registers */
 #else
 #define ROWS 4 /* 8 of 16 registers */
 #endif
 
-/* to[row] (+)= the sum over i of w[i] * x[row][i], for vectors w of SIDE numbers and scalars x. */
+/* Compute to[row] (+)= the sum over i of w[i] * x[row][i], for vectors w[i] of SIDE numbers and scalars x[row][i]. */
 static inline __attribute__((always_inline)) void sums_of(
     const float *w, const float *x, long row_apart, long step_apart, long steps, float *to, const int rows, const int add)
 {
@@ -182,7 +182,8 @@ static void add_tile(float *scores, long slots, float *read, long width, float *
     }
 }
 
-/* Attention of SIDE queries [width][SIDE] that share keys and values. Query q sees sees[q] slots, in increasing order. */
+/* Compute attention for SIDE queries [width][SIDE] that share keys and values. Query q attends to the first sees[q] slots,
+   and sees is non-decreasing. */
 static void attend_side_by_side(
     const float *queries, const float *keys, const float *values, const long *sees, float *read, long width, float cap)
 {

@@ -1,21 +1,21 @@
-/* Skinny GEMM y = x W^T (+ add) for the few rows x of decoding. Each weight is read from memory once for all rows.
+/* Skinny GEMM y = x W^T (+ add), where x has few rows, as in decoding. Each weight is read from memory once for all rows.
 
    W is stored in panels of 16 outputs, w[output / 16][input][output % 16], in float32 or bfloat16. If multiplies_pairs(),
-   bfloat16 weights may be stored as w[output / 16][input / 2][output % 16][input % 2], with inputs a multiple of 16. Then x
+   bfloat16 weights may be stored as w[output / 16][input / 2][output % 16][input % 2], if inputs is a multiple of 16. Then x
    is rounded to bfloat16, and sums are float32. int8 weights are stored as w[output / 16][input / 4][output % 16][input % 4],
-   with inputs a multiple of 4. Their panels begin with 16 float32 scales of the outputs. If multiplies_fours(), 128 may have
-   been added to them, with inputs a multiple of 16. Then each row of x is rounded to 16-bit integers, and sums are exact.
-   x is [count, inputs] and y [count, outputs], both float32; outputs are a multiple of 16. add may be null; the distance of
-   its rows is add_apart, which may be 0.
+   and inputs must be a multiple of 4. Each panel begins with the 16 float32 scales of its outputs. If multiplies_fours()
+   and inputs is a multiple of 16, 128 may be added to the weights. Then each row of x is rounded to 16-bit integers, and sums
+   are exact. x is [count, inputs] and y is [count, outputs], both in float32. outputs is a multiple of 16. add may be null. The
+   distance between its rows is add_apart, which may be 0.
 
-   Rows are processed in groups. Their sums for two vectors of outputs (two panels, if a panel fits into a register) stay in
-   registers, and later groups find the weights in the cache. The rows of a group are stored as [input][row], so that one
-   pointer suffices. Registers of AVX-512 contain a panel; for narrower ones, inputs are processed in blocks, whose weights
-   stay in the first cache.
+   Rows are processed in groups. Their sums for two vectors of outputs (two panels, if the outputs of a panel fit into a
+   register) stay in registers, and later groups read the weights from the CPU cache. The rows of a group are stored as
+   [input][row], so that one pointer suffices. AVX-512 registers contain the outputs of a panel. With narrower registers,
+   inputs are processed in blocks, whose weights stay in the L1 cache.
 
    The operation before a product is fused: an RMSNorm with an offset and weights, or a LayerNorm if CENTRED; or an
-   activation, with or without a gate in the first half of the input. Inputs must be a multiple of 16 then. Every thread
-   repeats it, which is cheaper than synchronising. */
+   activation, with or without a gate in the first half of the input. In these cases, inputs must be a multiple of 16. Every
+   thread repeats the operation, which is cheaper than synchronising. */
 
 #include "vectors.h"
 
@@ -27,9 +27,9 @@ typedef unsigned int words __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef unsigned short halves __attribute__((vector_size(2 * LANES), aligned(2)));
 
 #define AHEAD 8192 /* prefetch distance in bytes */
-#define BLOCK 128  /* inputs of a block, a multiple of 4 */
+#define BLOCK 128  /* inputs per block, a multiple of 4 */
 #if defined(__AVX512F__) || defined(__aarch64__)
-#define MOST 12 /* rows of a group; their sums for two vectors take 24 of 32 registers */
+#define MOST 12 /* maximum rows of a group, whose sums for two vectors take 24 of 32 registers */
 #else
 #define MOST 6 /* 12 of 16 registers */
 #endif
@@ -52,14 +52,14 @@ int multiplies_fours(void)
 #endif
 }
 
-/* Unit of a row of integers, and the initial values of the sums of its upper and lower halves. */
+/* Scale of a row that is rounded to integers, and the initial sums of the row's upper and lower bytes. */
 typedef struct { float unit; int begin[2]; } row_of_integers;
 
 static inline __attribute__((always_inline)) vector weights(const char *at, const int part, const int kind)
 {
     if (kind == NARROW)
         return (vector)(__builtin_convertvector(*(const halves *)at, words) << 16);
-    if (kind == BYTES) /* times 2^24, which saves a shift: x is multiplied by 2^-24 */
+    if (kind == BYTES) /* weights times 2^24, which saves a shift, since x is multiplied by 2^-24 */
         return __builtin_convertvector((integers)(*(const words *)at << (24 - 8 * part) & 0xff000000), vector);
     return *(const vector *)at;
 }
@@ -115,12 +115,12 @@ static inline __attribute__((always_inline)) void two_vectors(
 }
 #else
 /* Add the products of a block of inputs to the sums of two vectors of outputs for a group of rows. If NARROW, the vectors
-   contain every second output, since shifts and masks are faster than conversions. Lines of 64 bytes are prefetched evenly,
-   from `ahead` on at a distance of `apart` bytes. */
+   contain every second output, since shifts and masks are faster than conversions. Cache lines are prefetched from `ahead`
+   on, at a distance of `apart` bytes. */
 static inline __attribute__((always_inline)) void add_products(
     const char *w, const float *x, vector *to, long inputs, const int count, const int kind, const char *ahead, long apart)
 {
-    const int parts = kind == BYTES ? 4 : kind == NARROW ? 2 : 1; /* inputs of 64 bytes of weights */
+    const int parts = kind == BYTES ? 4 : kind == NARROW ? 2 : 1; /* inputs per 64 bytes of weights */
     vector sums[2][MOST];
 #pragma GCC unroll 16
     for (int row = 0; row < count; row++)
@@ -159,8 +159,8 @@ static inline __attribute__((always_inline)) void add_group(
     }
 }
 
-/* Compute two vectors of outputs for all rows. x contains groups of `size` rows. Lines of a block are prefetched in equal
-   parts by its groups. */
+/* Compute two vectors of outputs for all rows. x contains groups of `size` rows. Each group prefetches an equal number of
+   cache lines. */
 static inline __attribute__((always_inline)) void two_vectors(
     const char *w, const float *scale, const float *x, const float *add, long add_apart, float *y, long inputs,
     long outputs, int count, int size, const int kind)
@@ -200,7 +200,8 @@ static inline __attribute__((always_inline)) void two_vectors(
 }
 #endif
 
-/* The same for integers: one instruction multiplies four weights of an output by four elements of x and adds the products. */
+/* Compute two vectors of outputs for a group of rows of integers. One instruction adds the products of four weights of an
+   output and four elements of x. */
 static inline __attribute__((always_inline)) void two_vectors_of_fours(
     const char *left, const char *right, const float *scale[2], const float *x, const row_of_integers *about,
     const float *add[2], long add_apart, float *y[2], long steps, long outputs, const int count, const char *ahead,
@@ -242,7 +243,7 @@ static inline __attribute__((always_inline)) void two_vectors_of_fours(
 #endif
 }
 
-/* Round a row to 16-bit integers, with separate upper and lower bytes. The scale is not finite if an element is not. */
+/* Round a row to 16-bit integers, with separate upper and lower bytes. The unit is not finite if an element is not finite. */
 static row_of_integers halve(const float *x, float *to, long inputs, int step)
 {
     row_of_integers about = {0};
@@ -278,7 +279,7 @@ static row_of_integers halve(const float *x, float *to, long inputs, int step)
     return about;
 }
 
-/* Store a vector of a row from element i on, with the stride of a group's rows. */
+/* Store a vector of elements of a row from element i on, with a stride of `step`. */
 static inline __attribute__((always_inline)) void put(vector x, float *to, long i, int step, int kind)
 {
 #ifdef __AVX512BF16__
@@ -302,7 +303,7 @@ static void lay(const float *x, float *to, long inputs, int step, int kind)
         to[i * step] = kind == BYTES ? x[i] * 0x1p-24f : x[i];
 }
 
-/* Cumulative distribution function of the standard normal distribution, to 1e-7 (Abramowitz and Stegun, 7.1.26). */
+/* Compute the standard normal cumulative distribution function to 1e-7 (Abramowitz and Stegun, 7.1.26). */
 static inline vector below(vector x)
 {
     const vector size = larger(x, -x) * 0.707106781f, t = 1.0f / (1.0f + 0.3275911f * size);

@@ -1,10 +1,10 @@
 /* Decoder layers for few tokens, in float32, built from few_rows.c and attention.c.
 
-   hidden and result are [batch * count, inputs]. The first layer's queries, keys and values may be given. The four weights
-   of a layer and the MLP's activation have the format of few_rows. bias_* are the biases of the products. norm_heads are the
-   weights of norms of queries and keys: one norm per head if norms_apart, else one for all query heads and one for all key
-   heads. norm_attended and norm_made apply to the outputs of attention and MLP. All of these may be null, and so may the
-   weights of the norms before attention and MLP. These norms are absent if offset < 0, and LayerNorms if centred. If
+   hidden and result are [batch * count, inputs]. first_qkv may contain the first layer's queries, keys and values. The four
+   weights of a layer and the MLP's activation have the format of few_rows. bias_* are the biases of the products. norm_heads
+   are the weights of the query and key norms: one norm per head if norms_apart, else one for all query heads and one for all
+   key heads. norm_attended and norm_made are applied to the outputs of attention and MLP. All of these may be null, as may
+   the weights of the norms before attention and MLP. These norms are absent if offset < 0, and are LayerNorms if centred. If
    parallel, attention and MLP have the same input. turns, mask and rows_of_mask have the format of attend. work has space
    for the queries, keys and values, attention outputs, gates and values of the MLP, and hidden states of all rows. */
 

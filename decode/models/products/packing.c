@@ -1,14 +1,14 @@
 /* Conversion of weights between rows and the panels that few_rows reads.
 
-   pack reads rows of float32, or of bfloat16 if narrow, and writes panels of a kind. For int8 it rounds to the nearest of 255
-   values, with the row's largest element as 127. unpack writes rows of a product in any order: those of int8 in float32, and
-   others in their own type. */
+   pack reads rows of float32, or of bfloat16 if narrow, and writes panels of a kind. For int8, elements are rounded to the
+   nearest of 255 values, so that the largest magnitude in a row becomes 127. unpack writes rows of the weights in any order,
+   in float32 for int8 weights and in the stored type otherwise. */
 
 #include <float.h>
 #include <string.h>
 #include "vectors.h"
 
-#define SIDE 16 /* outputs of a panel, and units of a block that fits into the fastest cache */
+#define SIDE 16 /* outputs of a panel, and units of a block that fits into the L1 cache */
 
 static long panel_bytes(long inputs, int kind)
 {
@@ -23,10 +23,10 @@ static inline __attribute__((always_inline)) float element(const char *row, long
     return wide.value;
 }
 
-/* Round a row to integers, and return their unit. */
+/* Round a row to integers, and return their scale. */
 static inline __attribute__((always_inline)) float quantise(const char *row, unsigned char *to, long inputs, int narrow, int offset)
 {
-    union { int bits; float value; } largest = {0}, here; /* sizes are ordered as their bits, and NaN exceeds all */
+    union { int bits; float value; } largest = {0}, here; /* magnitudes are ordered as their bits, with NaN as the largest */
     for (long i = 0; i < inputs; i++) {
         here.value = element(row, i, narrow);
         here.bits &= 0x7fffffff;
@@ -34,7 +34,7 @@ static inline __attribute__((always_inline)) float quantise(const char *row, uns
     }
     const float unit = largest.value / 127.0f < FLT_MIN ? FLT_MIN : largest.value / 127.0f;
     for (long i = 0; i < inputs; i++) {
-        float whole = element(row, i, narrow) / unit + 12582912.0f - 12582912.0f; /* to the nearest even integer */
+        float whole = element(row, i, narrow) / unit + 12582912.0f - 12582912.0f; /* rounds to nearest, ties to even */
         whole = whole > 127.0f ? 127.0f : whole < -127.0f ? -127.0f : whole;
         to[i] = (unsigned char)((int)whole + offset);
     }

@@ -1,5 +1,5 @@
-/* Vectors of float32 of the width of a register, and functions of them. Compilers keep wider vectors in memory, which is
-   many times slower. */
+/* Vectors of float32 values that fill one register, and functions on them. Compilers would keep wider vectors in memory,
+   which is many times slower. */
 
 #include <math.h>
 
@@ -11,7 +11,7 @@
 #define LANES 4
 #endif
 
-/* Layouts of weights: float32, bfloat16, bfloat16 by two inputs, int8 by four inputs, int8 + 128 by four inputs. */
+/* Memory layouts of weights: float32; bfloat16; bfloat16 in pairs of inputs; int8 and int8 + 128 in fours of inputs. */
 enum { WIDE, NARROW, PAIRS, BYTES, FOURS };
 
 typedef float vector __attribute__((vector_size(4 * LANES), aligned(4)));
@@ -30,7 +30,7 @@ static inline vector within(vector x, float most)
     return (vector)(((integers)x & ~(above | below)) | ((integers)edge & above) | ((integers)-edge & below));
 }
 
-/* e^x within two units in the last place, by Cody and Waite's reduction. x is clamped to [-87, 87]. */
+/* Compute e^x to two units in the last place with Cody-Waite range reduction. x is clamped to [-87, 87]. */
 static inline vector exponential(vector x)
 {
     x = within(x, 87.0f);
@@ -45,8 +45,8 @@ static inline vector exponential(vector x)
     return sum * (vector)((__builtin_convertvector(powers, integers) + 127) << 23);
 }
 
-/* Operation on the inputs of a product: a gate with SiLU or the tanh approximation of GELU; ReLU, the tanh approximation of
-   GELU or GELU without a gate; or subtraction of the mean before a norm. */
+/* Operation on the inputs of a product: none; a gate with SiLU or the tanh approximation of GELU; ReLU, the tanh
+   approximation of GELU or GELU without a gate; or subtraction of the mean before a norm. */
 enum { AS_IT_IS, SILU, GELU_TANH, RELU, ALONE_GELU_TANH, ALONE_GELU, CENTRED };
 #define GATED(before) ((before) == SILU || (before) == GELU_TANH)
 
@@ -58,7 +58,7 @@ static inline float total(vector x)
     return sum;
 }
 
-/* Totals of LANES vectors, by repeated addition of adjacent elements of pairs of vectors. */
+/* Compute the total of each of LANES vectors by repeatedly adding adjacent elements of pairs of vectors. */
 static inline vector totals(const vector of[LANES])
 {
 #if defined(__has_builtin) && __has_builtin(__builtin_shufflevector)
