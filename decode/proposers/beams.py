@@ -55,7 +55,7 @@ class DraftBeam(_Beam):
 
 
 class TargetBeam(_Beam):
-    """Proposer that runs a beam search with the target, for `gamma` tokens per step or all new tokens (0).
+    """Proposer that runs a beam search with the target for `gamma` tokens per step (0: all new tokens).
 
     This is multi-token joint greedy decoding (arXiv 2407.09722, definition 3.1). The likelihood of beams that have
     ended does not change. A step takes γ + 1 forwards of the target, so this method is a reference for quality, not for

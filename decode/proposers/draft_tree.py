@@ -161,7 +161,7 @@ class ParallelChain(DrafterProposer):
     def __init__(self, model: LanguageModel, gamma: int) -> None:
         token = mask_token(model.config)
         if token is None:
-            raise ValueError("the drafter's config.json has no `pard_token`: train the drafter with `parallel`")
+            raise ValueError("the drafter's config.json has no `pard_token`: train it with a `parallel` section")
         self.model, self.gamma, self._token = model, gamma, token
         self._tree = Tree.chain(gamma).to(model.device)
         self._ahead_K = torch.arange(gamma)

@@ -53,8 +53,7 @@ class DynamicTree(DrafterProposer):
         confidence_threshold: The drafter skips a node if `suffix` has a continuation with at least this probability.
 
     Raises:
-        ValueError: A probability is out of range or, at the start of decoding, `width` exceeds the drafter's
-            vocabulary.
+        ValueError: A probability is out of range or, when decoding starts, `width` exceeds the drafter's vocabulary.
     """
 
     def __init__(
@@ -192,8 +191,8 @@ class DynamicTree(DrafterProposer):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Select the best children of the nodes of the previous level, at most `width`.
 
-        The result contains their node numbers, their joint probabilities (0 if they are not extended), and the positions
-        of their parents in the previous level, [B, A] each.
+        The result contains their numbers, their joint probabilities (0 if they are not extended), and the positions of
+        their parents in the previous level, [B, A] each.
         """
         order_BN = self._order(nodes)
         parents_BN = nodes.parents_BT.gather(1, order_BN)

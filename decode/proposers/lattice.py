@@ -99,8 +99,8 @@ class Lattice:
 
         Returns:
             `parents_BN`, which is -1 at the root; `depth_BN`; and `place_BN`, the candidate of each node as level · C +
-            candidate (0 at the root). Parents precede children. N is the size of the largest tree of the batch or, on a GPU, the
-            largest possible size. Smaller trees are padded with parent -1 and depth 0.
+            candidate (0 at the root). Parents precede children. N is the size of the largest tree of the batch or, on a
+            GPU, the largest possible size. Smaller trees are padded with parent -1 and depth 0.
         """
         self._first_BC.copy_(first_BC)
         for edges_BCC1, level in zip(edges_BKCC[..., None].unbind(1), self._levels, strict=True):

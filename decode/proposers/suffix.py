@@ -1,9 +1,9 @@
 """Suffix decoding: draft trees from earlier matches in the text and in a datastore, and from prediction heads.
 
 Source: SuffixDecoding (Oliaro et al. 2024, arXiv 2411.04975), which proposes the most frequent continuations of the
-longest matching context. This implementation stores texts in a suffix array instead of trees. If several
-sources propose a token, the largest of its probabilities is used. Proposals are a deterministic function of the committed
-tokens, so `SampleAndMatch` is exact.
+longest matching context. This implementation stores texts in a suffix array instead of trees. If several sources
+propose a token, its largest probability is used. Proposals are a deterministic function of the committed tokens, so
+`SampleAndMatch` is exact.
 
 Shape letters: B batch, N tree nodes, K depth or heads, C candidates of a head, S slots, M matches, L match lengths.
 """

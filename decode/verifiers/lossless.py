@@ -104,7 +104,7 @@ class ExactChain(Verifier):
 
 
 class ExactBlock(ExactChain):
-    """Block verifier, which accepts a prefix of a chain as a whole: on average, no fewer tokens than `ExactChain`.
+    """Block verifier for chains. On average, it accepts at least as many tokens as `ExactChain`.
 
     Source: Sun et al. 2024, arXiv 2403.10444, algorithm 2. With p_i = min(p_{i-1} p / q, 1) and Z_i = Σ [p_i p - q]+ at
     node i, the first i draft tokens pass with probability Z_i / (Z_i + 1 - p_i), and all γ tokens with p_γ. The longest
@@ -147,8 +147,8 @@ class MultiCandidate(Verifier):
     """Verifier for multi-candidate speculative sampling, which tries the children of each tree node in turn.
 
     Source: arXiv 2401.06706, Algorithm 1 with replacement and Algorithm 2 without, where rejected tokens are also
-    removed from q. Both preserve the target's distribution (appendices A and B). With one candidate per level, they equal
-    speculative sampling. Children with a False `valid_BN` are skipped.
+    removed from q. Both preserve the target's distribution (appendices A and B). With one candidate per level, both
+    equal speculative sampling. Children with a False `valid_BN` are skipped.
 
     The residual of p is stored unnormalised together with its mass. Without replacement, the remaining mass of q is
     summed again, since 1 - q would cancel in float32 for a nearly certain drafter.

@@ -70,9 +70,9 @@ class Rollback(Verifier):
 class OverAcceptance(ExactChain):
     """Verifier that accepts x with probability b = min(1, (p(x) + ε)/q(x)), which reduces rejections and adds a bias.
 
-    With `optimal`, a rejected token is replaced by a sample from [p - b q]+, which minimises the bias for this b, otherwise
-    from p (Decoding-OPT and Decoding-UNO of arXiv 2411.00841, section 4). [p - b q]+ equals [p - q]+, because both are
-    0 for tokens with b < 1.
+    With `optimal`, a rejected token is replaced by a sample from [p - b q]+, which minimises the bias for this b.
+    Otherwise, it is replaced by a sample from p (Decoding-OPT and Decoding-UNO of arXiv 2411.00841, section 4).
+    [p - b q]+ equals [p - q]+, because both are 0 for tokens with b < 1.
     """
 
     lossless = False

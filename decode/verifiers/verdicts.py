@@ -20,11 +20,11 @@ def remove_token(draft_BV: Tensor, token_B1: Tensor, exists_B1: Tensor) -> tuple
 
 
 def k_seq_rho(target_BV: Tensor, draft_BV: Tensor, count_B1: Tensor) -> Tensor:
-    """Return ρ in [1, k], [B, 1], that solves 1 - (1 - β(ρ))^k = ρ β(ρ), where β(ρ) = Σ min(q, p/ρ).
+    """Return the ρ in [1, k], [B, 1], that solves 1 - (1 - β(ρ))^k = ρ β(ρ), where β(ρ) = Σ min(q, p/ρ).
 
-    p and q are the distributions of target and drafter. k is `count_B1`, the number of draws from q. ρ is exact to 24 bits.
+    p and q are the distributions of target and drafter. k is `count_B1`, the number of draws. ρ is exact to 24 bits.
     """
-    bits = 2 if target_BV.device.type == "cpu" else 6  # bits per iteration, more on GPUs because kernel launches dominate
+    bits = 2 if target_BV.device.type == "cpu" else 6  # bits per iteration; kernel launches dominate on GPUs
     part_M = torch.arange(1, 1 << bits, dtype=target_BV.dtype, device=target_BV.device)
     low_B1 = torch.ones_like(target_BV[:, :1])
     width_B1 = (count_B1 - low_B1) / (1 << bits)
