@@ -57,7 +57,7 @@ def generate(
     seed: int = 0,
     **options: Any,
 ) -> Generation:
-    """Generate a response to `prompt`: a string, or chat messages with the keys `role` and `content`.
+    """Generate a response to a string, or to chat messages with the keys `role` and `content`.
 
     The prompt is formatted with the tokenizer's chat template, if there is one. `temperature=0` is greedy decoding, and
     `top_k=0` disables top-k filtering. Pass options of the method, such as `gamma=4`, as keyword arguments.
@@ -75,7 +75,7 @@ def generate(
 
 
 def methods() -> dict[str, dict[str, Any]]:
-    """Return, for each method, the required artifacts, whether it is lossless, and its options with default values."""
+    """Return the required artifacts, the losslessness and the default options of each decoding method."""
     defaults = {name: config() for name, config in METHODS.items()}
     return {
         name: {"needs": each.needs, "lossless": each.is_lossless, "options": asdict(each)}
@@ -96,7 +96,7 @@ def export(artifact: str | Path, to: str, out: str | Path | None = None, **optio
     """Export an artifact for a serving engine, verify the exported files, and return the output directory.
 
     `to` is the name of an export format; `draftsmith export` lists all formats. `options` are fields of
-    `ExportOptions`, such as `target`. The default of `out` is a directory next to the artifact.
+    `ExportOptions`, such as `target`. By default, `out` is next to the artifact.
     """
     source = Path(artifact).resolve()
     folder = Path(out) if out else source.with_name(f"{source.name}-{to}")

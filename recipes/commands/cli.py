@@ -32,7 +32,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-recipes_app = typer.Typer(help="List and copy the recipes that come with the package.", no_args_is_help=True)
+recipes_app = typer.Typer(help="List or copy the recipes that come with the package.", no_args_is_help=True)
 app.add_typer(recipes_app, name="recipes")
 
 _ERROR_NUMBER = re.compile(r"\[Errno -?\d+\] ")
@@ -53,14 +53,15 @@ def _before(
 @app.command()
 def quickstart(
     overrides: Overrides = None,
-    recipe: Annotated[str, typer.Option(help="Recipe file or name: quickstart or realpair.")] = "quickstart",
-    minutes: Annotated[float | None, typer.Option(help="Time budget on two cores in minutes (default: 8).")] = None,
+    recipe: Annotated[str, typer.Option(help="Recipe file, or a recipe name: quickstart or realpair.")] = "quickstart",
+    minutes: Annotated[float | None, typer.Option(help="Time budget in minutes (default: from the recipe).")] = None,
     seed: Annotated[int | None, typer.Option(help="Random seed for data and weights (default: 0).")] = None,
-    out: Annotated[str | None, typer.Option(help="Output directory (default: runs/quickstart).")] = None,
+    out: Annotated[str | None, typer.Option(help="Output directory (default: from the recipe).")] = None,
 ) -> None:
     """Train and measure a small target/drafter pair offline.
 
-    Example: `quickstart --minutes 4`; `--recipe realpair` trains drafters for SmolLM2.
+    The default recipe takes about 8 minutes on two cores. `--recipe realpair` trains drafters for SmolLM2 instead.
+    Example: `quickstart --minutes 4`.
     """
     from ..schema.evaluation import QuickstartRecipe
     from ..schema.loading import load_recipe
@@ -79,15 +80,15 @@ def forge(
     target: Annotated[str, typer.Argument(help="Directory or hub id of a model, or a GGUF file.")],
     overrides: Overrides = None,
     hours: Annotated[float | None, typer.Option(help="Time budget in hours (default: 2).")] = None,
-    more_hours: Annotated[float | None, typer.Option(help="Additional hours to train the chosen drafter.")] = None,
-    prompts: Annotated[list[str] | None, typer.Option(help="JSONL file with prompts of your workload.")] = None,
-    drafter: Annotated[list[str] | None, typer.Option(help="Existing drafter to include (repeatable).")] = None,
+    more_hours: Annotated[float | None, typer.Option(help="Additional hours of training (default: 0).")] = None,
+    prompts: Annotated[list[str] | None, typer.Option(help="JSONL file with typical prompts (repeatable).")] = None,
+    drafter: Annotated[list[str] | None, typer.Option(help="Existing drafter to compare (repeatable).")] = None,
     batch: Annotated[str | None, typer.Option(help="Batch sizes to optimise for, such as 1,8 (default: 1).")] = None,
     temperature: Annotated[
         str | None, typer.Option(help="Temperatures to optimise for, such as 0,1 (default: 0).")
     ] = None,
-    engine: Annotated[str | None, typer.Option(help="Serving engine: vllm, sglang or llama.cpp.")] = None,
-    out: Annotated[str | None, typer.Option(help="Output directory.")] = None,
+    engine: Annotated[str | None, typer.Option(help="Engine to tune for: vllm, sglang or llama.cpp.")] = None,
+    out: Annotated[str | None, typer.Option(help="Output directory (default: runs/forge).")] = None,
     plan: Annotated[bool, typer.Option("--plan", help="Print the plan and exit.")] = False,
 ) -> None:
     """Find and measure the fastest lossless setup for a model.
@@ -110,18 +111,16 @@ def forge(
 
 @app.command()
 def prepare(
-    recipe: Annotated[str, typer.Argument(help="Recipe file, or the name of a shipped recipe.")] = "",
+    recipe: Annotated[str, typer.Argument(help="Recipe file, or name of a shipped recipe.")] = "",
     overrides: Overrides = None,
-    lint: Annotated[
-        bool, typer.Option("--lint", help="Check and print the rendered documents; fail on faults.")
-    ] = False,
-    teacher: Annotated[bool, typer.Option("--teacher", help="Also write the cache of the target's outputs.")] = False,
-    list_corpora: Annotated[bool, typer.Option("--list", help="List the corpora known by name, and exit.")] = False,
+    lint: Annotated[bool, typer.Option("--lint", help="Check the rendered documents, and print examples.")] = False,
+    teacher: Annotated[bool, typer.Option("--teacher", help="Also cache the target's outputs for training.")] = False,
+    list_corpora: Annotated[bool, typer.Option("--list", help="List the known corpora, and exit.")] = False,
 ) -> None:
     """Prepare the data of a training recipe.
 
-    Reads, cleans, renders and packs it, and reports the counts. Example: `prepare drafter/vicuna-68m
-    data.path=sharegpt.json --lint`.
+    The corpus is read, cleaned, rendered with a chat template and packed into blocks. With --lint, the exit code is 1
+    if faults are found. Example: `prepare drafter/vicuna-68m data.path=sharegpt.json --lint`.
     """
     from ..schema.loading import load_training
 
@@ -129,7 +128,7 @@ def prepare(
         _list_corpora()
         return
     if not recipe:
-        raise ValueError("the recipe is missing: pass one, or list the known corpora with `draftsmith prepare --list`")
+        raise ValueError("the recipe is missing: pass its file or name, or list the known corpora with --list")
     if lint or not teacher:
         refuse_several("prepare --lint" if lint else "prepare")
     loaded = load_training(recipe, overrides or [])
@@ -153,7 +152,7 @@ def prepare(
 
 
 def _list_corpora() -> None:
-    """Print a table of the registered corpora with hub id, use and licence."""
+    """Print a table of the known corpora with hub id, use and licence."""
     from ...data.sources.registry import CORPORA
 
     table = Table(Column("name", no_wrap=True), "hub id", "for", "licence", "note", box=None)
@@ -198,11 +197,11 @@ def import_(
         str, typer.Argument(help="Directory or hub id of a model, a LoRA adapter or heads, or a GGUF file.")
     ],
     out: Annotated[Path, typer.Option(help="Output directory.")],
-    target: Annotated[str | None, typer.Option(help="Target model (default: the one named by the heads).")] = None,
+    target: Annotated[str | None, typer.Option(help="Target model (default: the source, if complete).")] = None,
     unpickle: Annotated[
-        bool, typer.Option("--unpickle", help="Also read pickled files (.pt, .bin), of which only tensors are loaded.")
+        bool, typer.Option("--unpickle", help="Also load tensors from pickled files (.pt, .bin).")
     ] = False,
-    states: Annotated[str | None, typer.Option(help="Hidden states that the heads read, such as before-norm.")] = None,
+    states: Annotated[str | None, typer.Option(help="Input of Medusa heads, such as before-norm.")] = None,
     dtype: Annotated[
         str | None,
         typer.Option(
@@ -213,7 +212,7 @@ def import_(
 ) -> None:
     """Convert published drafters, heads or GGUF files.
 
-    Drafters, Medusa heads and EAGLE-3 heads become artifacts; a GGUF file becomes a model directory. Example: `import
+    Drafters, Medusa heads and EAGLE-3 heads become artifacts. A GGUF file becomes a model directory. Example: `import
     user/eagle3-heads --target Qwen/Qwen3-8B --out runs/heads`.
     """
     from .artifacts.imports import import_published
@@ -225,7 +224,7 @@ def import_(
 def regenerate(recipe: RecipeName, overrides: Overrides = None) -> None:
     """Replace the answers of a corpus with responses of the target.
 
-    The answers are decoded by this engine or by a server. Example: `regenerate regenerate/vicuna-7b
+    The responses are generated by draftsmith or by a server. Example: `regenerate regenerate/vicuna-7b
     source=sharegpt.json out=answers.jsonl`. An interrupted run resumes.
     """
     from ..schema.evaluation import RegenerateRecipe
@@ -252,7 +251,7 @@ def recipes_list() -> None:
 
 @recipes_app.command("copy")
 def recipes_copy(recipe: RecipeName, to: Annotated[Path, typer.Argument(help="Output file or directory.")]) -> None:
-    """Copy a recipe, or a launch configuration, to edit it.
+    """Copy a recipe or a launch configuration for editing.
 
     Examples: `recipes copy drafter/vicuna-68m mine.yaml`, `recipes copy accelerate/zero2 zero2.yaml`.
     """
@@ -268,7 +267,7 @@ def recipes_copy(recipe: RecipeName, to: Annotated[Path, typer.Argument(help="Ou
 
 
 def main() -> None:
-    """Run the command line. Exit codes: 0 for success, 1 for failure, 2 for wrong input, 130 or 143 for interrupts."""
+    """Run the command-line interface. Exit codes: 0 success, 1 failure, 2 invalid input, 130 or 143 interrupted."""
     warnings.showwarning = lambda message, *_: log(f"warning: {message}")
     try:
         app()
@@ -285,7 +284,7 @@ def main() -> None:
         _fail(f"error: {error_text(error)}", 2)
     except Exception as error:
         if "No space left" in str(error) or (isinstance(error, OSError) and error.errno == errno.ENOSPC):
-            _fail(f"error: no space left on the disk: {error_text(error)}; files saved before are intact", 1)
+            _fail(f"error: no space left on the disk: {error_text(error)}; files that were saved earlier are intact", 1)
         if isinstance(error, OSError):
             _fail(f"error: {error_text(error)}", 1)
         if is_peer_failure(error):

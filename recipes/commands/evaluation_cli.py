@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class MethodsCommand(typer.core.TyperCommand):
-    """Typer command that replaces `{methods}` in its help texts by the names of all registered methods."""
+    """Typer command that replaces `{methods}` in its help texts with the names of all decoding methods."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         from ...decode.methods import METHODS
@@ -30,22 +30,23 @@ class MethodsCommand(typer.core.TyperCommand):
         super().format_help(ctx, formatter)
 
 
-Overrides = Annotated[list[str] | None, typer.Argument(help="Changes to the recipe: key.path=value.")]
-RecipeOrTarget = Annotated[str | None, typer.Argument(help="Recipe file or name; without one, give --target.")]
+Overrides = Annotated[list[str] | None, typer.Argument(help="Changes to the recipe, such as train.steps=100.")]
+RecipeOrTarget = Annotated[str | None, typer.Argument(help="Recipe file or name; if omitted, pass --target.")]
 Target = Annotated[str | None, typer.Option(help="Directory or hub id of the target.")]
 ResultsFile = Annotated[str | None, typer.Option(help="Results file (.json).")]
 Methods = Annotated[
-    list[str] | None, typer.Option("--method", help="Method, or label in the recipe (repeatable). Methods: {methods}.")
+    list[str] | None,
+    typer.Option("--method", help="Method, or label of a recipe row (repeatable). Methods: {methods}."),
 ]
-Concurrency = Annotated[str | None, typer.Option(help="Numbers of requests in flight, such as 1,8 (default: 1).")]
-EngineName = Annotated[str | None, typer.Option(help="Tune an export in this engine: vllm, sglang, llama.cpp.")]
-EngineOptions = Annotated[str, typer.Option(help="Further options of the engine, such as '--dtype float32'.")]
+Concurrency = Annotated[str | None, typer.Option(help="Numbers of concurrent requests, such as 1,8 (default: 1).")]
+EngineName = Annotated[str | None, typer.Option(help="Engine to tune for: vllm, sglang or llama.cpp.")]
+EngineOptions = Annotated[str, typer.Option(help="More options of the engine, such as '--dtype float32'.")]
 ENERGY_BATCHES = [1, 2, 4, 8, 16]
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Command-line arguments that `evaluate`, `certify` and `tune` have in common."""
+    """Command-line arguments that `evaluate`, `certify` and `tune` share."""
 
     recipe: RecipeOrTarget = None
     overrides: Overrides = None
@@ -64,7 +65,7 @@ class Evaluation:
 
 
 def _takes_evaluation(command: Callable[..., None]) -> Callable[..., None]:
-    """Replace the first parameter of a command, an `Evaluation`, by one parameter for each field of `Evaluation`."""
+    """Replace the first parameter of a command, an `Evaluation`, with one parameter for each field of the class."""
     common = inspect.signature(Evaluation, eval_str=True).parameters
     own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
 
@@ -85,14 +86,14 @@ def evaluate(
     out: ResultsFile = None,
     method: Methods = None,
     energy: Annotated[
-        bool, typer.Option("--energy", help="Also measure energy and time of the target's forwards by batch size.")
+        bool, typer.Option("--energy", help="Also measure energy and time of forward passes by batch size.")
     ] = False,
 ) -> None:
     """Decode held-out prompts with several methods and compare them.
 
-    Example: `evaluate --target Qwen/Qwen3-0.6B --drafter runs/drafter --prompts spec-bench limit=20`. Without a recipe,
-    the rows are autoregressive decoding and one method for each artifact; `methods=all` runs every method that they
-    allow. An interrupted evaluation resumes.
+    Without a recipe, the command runs autoregressive decoding and one method for each artifact. With `methods=all`, it
+    runs all methods that the artifacts support. An interrupted evaluation resumes. Example: `evaluate --target
+    Qwen/Qwen3-0.6B --drafter runs/drafter --prompts spec-bench limit=20`.
     """
     loaded = evaluation.load("evaluate", method, out)
     from .evaluation.evaluate import run_evaluate
@@ -111,16 +112,14 @@ def bench(
         str | None, typer.Option(help="Start this engine (vllm, sglang, llama.cpp) with and without the export.")
     ] = None,
     serve: Annotated[
-        bool, typer.Option("--serve", help="With --engine: only start it, and keep it running until Ctrl-C.")
+        bool, typer.Option("--serve", help="With --engine: serve until Ctrl-C, without a benchmark.")
     ] = False,
-    target: Annotated[
-        str | None, typer.Option(help="With --engine: target model (default: the one named in the export).")
-    ] = None,
+    target: Annotated[str | None, typer.Option(help="With --engine: target model (default: from the export).")] = None,
     speculative_tokens: Annotated[
         int | None, typer.Option(min=1, max=64, help="With --engine: draft tokens per step (default: from the export).")
     ] = None,
     port: Annotated[
-        int, typer.Option(min=1, max=65534, help="With --engine: first of two ports (default: 8000).")
+        int, typer.Option(min=1, max=65534, help="With --engine: port; the baseline uses the next port.")
     ] = 8000,
     engine_options: EngineOptions = "",
     prompts: Annotated[
@@ -129,14 +128,15 @@ def bench(
     concurrency: Concurrency = None,
     out: ResultsFile = None,
 ) -> None:
-    """Measure speculative decoding of a serving engine.
+    """Measure the speedup of speculative decoding on a server.
 
-    Examples: `bench --server http://host:8000/v1 --baseline http://host:8001/v1`, `bench EXPORT --engine vllm`.
+    The command sends prompts to running servers, or starts an engine with an export and without it. Examples: `bench
+    --server http://host:8000/v1 --baseline http://host:8001/v1`, `bench EXPORT --engine vllm`.
     """
     options = {"server": server, "baseline": baseline, "prompts": prompts, "concurrency": concurrency, "out": out}
     if engine is None:
         if serve:
-            raise ValueError("--serve requires an export and --engine")
+            raise ValueError("--serve requires --engine and an export: pass both")
         from .serving.bench import bench_recipe, run_bench
 
         run_bench(bench_recipe(source, overrides or [], **options))
@@ -154,16 +154,16 @@ def bench(
 @_takes_evaluation
 def certify(
     evaluation: Evaluation,
-    tokens: Annotated[int, typer.Option(help="Tokens to test for each method at temperatures above 0.")] = 4_000,
+    tokens: Annotated[int, typer.Option(help="Number of tokens per method at temperatures above 0.")] = 4_000,
     batch: Annotated[int, typer.Option(help="Batch size.")] = 8,
     out: Annotated[Path | None, typer.Option(help="Certificate file (default: next to the results).")] = None,
     method: Methods = None,
 ) -> None:
-    """Test that methods are lossless.
+    """Test whether decoding methods are lossless.
 
-    Compares what each method writes with what the target alone would write, on a small pair with a vocabulary of six
-    tokens and on the given one. Exits with 1 if a lossless method fails or stays undecided. Example: `certify --target
-    T --drafter D --prompts questions.jsonl`.
+    The output of each method is compared with the distribution of the target, first for a small model pair with six
+    tokens in its vocabulary, and then for the given models. The exit code is 1 if a lossless method fails or remains
+    undecided. Example: `certify --target T --drafter D --prompts questions.jsonl`.
     """
     loaded = evaluation.load("certify", method)
     from .evaluation.certify import run_certify
@@ -184,8 +184,8 @@ def tune(
     """Find the fastest settings of each method.
 
     Every setting is measured on a few prompts, and the fastest settings are measured again on more prompts. With
-    --engine, the command finds the best number of draft tokens for each concurrency. An interrupted run resumes.
-    Example: `tune --target T --drafter D --method speculative`.
+    --engine, the command finds the best number of draft tokens for each concurrency; pass the directory of an export
+    with --drafter or --heads. An interrupted run resumes. Example: `tune --target T --drafter D --method speculative`.
     """
     if engine is not None:
         from .serving.engines import commands_of, engine_recipe
@@ -206,13 +206,13 @@ def tune(
 
 
 def report(
-    results: Annotated[list[Path], typer.Argument(help="Results files; the others are compared with the first.")],
+    results: Annotated[list[Path], typer.Argument(help="Results files; the first one is the baseline.")],
     out: Annotated[Path | None, typer.Option(help="HTML file (default: report.html next to the first file).")] = None,
 ) -> None:
-    """Write results as one HTML page, and compare files.
+    """Write results to an HTML page, and compare results files.
 
-    The page is self-contained. The first file is the baseline of the comparison. Example: `report results.json
-    other.json --out report.html`.
+    The page is self-contained. Other files are compared with the first file. Example: `report results.json other.json
+    --out report.html`.
     """
     from ..report.page import run_report
 

@@ -60,7 +60,7 @@ def import_published(
 
     Args:
         source: Directory, hub id or GGUF file.
-        out: Output directory, which must be empty or not exist.
+        out: Output directory, which must not exist or must be empty.
         target: Target of the drafter or the heads.
         unpickle: Whether to load pickled weights; only tensors are loaded from them.
         states: Hidden states that Medusa heads use as input, such as `before-norm`.
@@ -69,11 +69,11 @@ def import_published(
     check_new(out)
     if is_gguf(source):
         if target is not None:
-            raise ValueError(f"--target {target} does not apply to {source}, which becomes a plain model: remove it")
+            raise ValueError(f"--target {target} does not apply to the GGUF file {source}: remove the option")
         import_gguf(gguf_file(source), out, dtype or "auto")
         return
     if dtype is not None:
-        raise ValueError(f"--dtype {dtype} applies to GGUF files only, not to {source}: remove it")
+        raise ValueError(f"--dtype {dtype} applies only to GGUF files, not to {source}: remove the option")
     folder = find_folder(source, [MANIFEST_FILE, CONFIG_FILE, ADAPTER_CONFIG, "*.index.json", HEADS_FILE])
     if find_local(source) is None and (folder / MANIFEST_FILE).is_file():
         manifest, commit = pull(source, out)
@@ -87,7 +87,7 @@ def import_published(
         import_heads(source, out, target, unpickle=unpickle, states=states)
         return
     if states is not None:
-        raise ValueError(f"--states applies to Medusa heads only, but {source} is a model: remove it")
+        raise ValueError(f"--states applies only to Medusa heads, but {source} is a model: remove the option")
     import_drafter(source, folder, out, target, unpickle=unpickle)
 
 
@@ -101,7 +101,7 @@ def import_gguf(file: Path, out: Path, dtype: str = "auto") -> None:
 
 
 def _may_be_model(folder: Path) -> bool:
-    """Return whether a directory has the configuration of a model or a LoRA adapter, not of prediction heads."""
+    """Check if a directory contains a LoRA adapter, or the configuration of a model without Medusa heads."""
     path = folder / CONFIG_FILE
     if not path.is_file():
         return is_adapter(folder)
@@ -116,17 +116,17 @@ def import_drafter(source: str, folder: Path, out: Path, target: str | None, *, 
     Args:
         source: Name of the model in messages and in the manifest.
         folder: Directory that contains the files of the model.
-        out: Output directory, which must be empty or not exist.
+        out: Output directory, which must not exist or must be empty.
         target: Target of the drafter.
         unpickle: Whether to load pickled weights; only tensors are loaded from them.
 
-    Raises ValueError if `target` is None, if the source is an artifact, or if the drafter does not fit the target.
+    Raises ValueError if `target` is None, if the source is an artifact, or if drafter and target are incompatible.
     """
     check_new(out)
     if target is None:
         raise ValueError(f"the target of {source} is missing: pass --target")
     if (folder / MANIFEST_FILE).is_file():
-        raise ValueError(f"{source} is already an artifact, which needs no import")
+        raise ValueError(f"{source} is already an artifact: use it without importing it")
     target_model = read_model_info(target, load_tokenizer)
     with _whole_model(source, folder, unpickle=unpickle) as whole:
         drafter = read_model_info(str(whole), load_tokenizer)
@@ -151,7 +151,7 @@ def import_drafter(source: str, folder: Path, out: Path, target: str | None, *, 
 
 @contextmanager
 def _whole_model(source: str, folder: Path, *, unpickle: bool) -> Iterator[Path]:
-    """Yield a model directory with safetensors weights. It is temporary for LoRA adapters and pickled weights."""
+    """Yield a directory with the complete model as safetensors (temporary for adapters and pickled weights)."""
     if not is_adapter(folder) and any(folder.glob(WEIGHTS)):
         yield folder
         return
@@ -163,7 +163,7 @@ def _whole_model(source: str, folder: Path, *, unpickle: bool) -> Iterator[Path]
             load_model(str(folder)).save_pretrained(whole)
             copy_files(find_folder(base, _SMALL), whole, _SMALL)
         elif not unpickle:
-            raise ValueError(f"{source} has no safetensors weights ({WEIGHTS}): use --unpickle for pickled ones")
+            raise ValueError(f"{source} has no safetensors weights ({WEIGHTS}): pass --unpickle to load pickled files")
         else:
             config, safe = load_config(folder), {"weights_only": True, "trust_remote_code": False}
             try:
@@ -181,7 +181,7 @@ def import_heads(
 ) -> None:
     """Convert published prediction heads to an artifact (see `layouts.read_heads` and `read_published`).
 
-    If the source of Medusa heads also contains the complete model, this model is the default target.
+    If a directory contains both Medusa heads and the complete target, `target` is optional.
     """
     check_new(out)
     if is_published_eagle(find_folder(source, [CONFIG_FILE])):
@@ -189,7 +189,7 @@ def import_heads(
         return
     stored = read_heads(_heads_folder(source, unpickle), unpickle=unpickle, states=states)
     log(
-        f"{source}: {stored.num_heads} heads, {stored.num_layers} blocks in each, in {stored.path.name}; "
+        f"{source}: {stored.num_heads} heads of {stored.num_layers} blocks in {stored.path.name}; "
         f"projection {stored.projection}, hidden size {stored.hidden_size:,}, states {stored.states}"
     )
     for disagreement in stored.disagreements:
@@ -197,7 +197,7 @@ def import_heads(
     if target is None and not stored.whole_model:
         named = f" (their config names {stored.base_model!r})" if stored.base_model else ""
         raise ValueError(f"the target of the heads in {source} is missing: pass --target{named}")
-    target = target or source  # heads that were trained jointly with a model (Medusa-2) belong to it
+    target = target or source  # Medusa-2: the source contains the target that was trained jointly with the heads
     vocab_size = _check_target(target, stored)
     heads = stored.build(vocab_size)
     save_artifact(
@@ -219,7 +219,7 @@ def _import_eagle(source: str, out: Path, target: str | None, states: str | None
     if target is None:
         raise ValueError(f"the target of the EAGLE-3 heads in {source} is missing: pass --target")
     if states is not None:
-        raise ValueError(f"--states applies to Medusa heads only, but {source} contains EAGLE-3 heads: remove it")
+        raise ValueError(f"--states applies only to Medusa heads, but {source} has EAGLE-3 heads: remove the option")
     names = [CONFIG_FILE, WHOLE_FILES[0], *([PICKLED_WHOLE_FILES[0]] if unpickle else [])]
     config = load_config(target).get_text_config(decoder=True)
     embedding_VD = read_tensor(target, "model.embed_tokens.weight")
@@ -255,7 +255,7 @@ def _check_target(target: str, stored: StoredHeads) -> int:
         raise ValueError(f"heads require a decoder, but the target {target} is an encoder-decoder")
     text = config.get_text_config(decoder=True)
     sizes = {"hidden_size": stored.hidden_size}
-    # heads without their own projection use the target's vocabulary, whatever their config says
+    # heads without their own projection use the target's vocabulary, regardless of their config
     if stored.projection != "target" and stored.vocab_size is not None:
         sizes["vocab_size"] = stored.vocab_size
     for name, size in sizes.items():
@@ -266,7 +266,7 @@ def _check_target(target: str, stored: StoredHeads) -> int:
 
 
 def _heads_folder(source: str, unpickle: bool) -> Path:
-    """Return the local directory of prediction heads. Only the files with heads are downloaded from the hub."""
+    """Return the local directory of prediction heads, after downloading their files from the hub if necessary."""
     path = find_local(source)
     if path is not None:
         return path
@@ -277,5 +277,5 @@ def _heads_folder(source: str, unpickle: bool) -> Path:
         shards = list(shards_of_heads(folder / index)) if (folder / index).is_file() else []
         folder = fetch(repo, [glob.escape(shard) for shard in shards] or [whole], revision)
         if not any((folder / name).is_file() for name in (whole, index)):
-            raise ValueError(f"{source} on the hub has no heads in safetensors: use --unpickle for {PICKLED_FILE}")
+            raise ValueError(f"{source} has no safetensors heads on the hub: pass --unpickle to load {PICKLED_FILE}")
     return folder

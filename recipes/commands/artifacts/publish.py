@@ -17,7 +17,7 @@ from ...session.terminal import log
 def evidence_of(
     artifact: Path, manifest: Manifest, licence: str | None = None, results: Path | None = None
 ) -> Evidence:
-    """Collect licences, data sources and results for a model card; raise ValueError if results are of other files."""
+    """Collect the content of a model card. Raise ValueError if `results` were measured with other files."""
     licences, datasets = {}, dict[str, None]()
     for source in data_sources(manifest):
         corpus = None if source["hub"] is None else find_corpus(source["hub"])
@@ -28,7 +28,7 @@ def evidence_of(
             datasets[name] = None
     base = base_model(manifest)
     if base is not None and not is_on_hub(base):
-        log(f"push: the model card does not link the base model {base}, which is not on the hub")
+        log(f"push: the model card does not link to the base model {base}, which is not on the hub")
         base = None
     measured = None if results is None else results_of(artifact, manifest, results)
     return Evidence(licence, base, tuple(datasets), licences, measured)
@@ -49,12 +49,12 @@ def results_of(artifact: Path, manifest: Manifest, path: Path) -> dict[str, Any]
             labels = {row["label"] for row in rows}
             certificates = [one for one in certificate["certificates"] if one["label"] in labels]
         else:
-            log(f"push: the model card omits {file}, which certifies other files than {path} evaluates")
+            log(f"push: the model card omits {file}, because it is for different files from {path}")
     return {**results, "methods": rows, "certificates": certificates}
 
 
 def _name_in(evaluated: Mapping[str, Any], artifact: Path, manifest: Manifest, path: Path) -> str:
-    """Return the key in `evaluated` of the artifact whose file hashes are equal to those in the manifest."""
+    """Return the name of the evaluated artifact whose files have the hashes in the manifest."""
     hashes = (manifest.export or {"of": {name: entry["sha256"] for name, entry in manifest.files.items()}})["of"]
     drafting = {name: one for name, one in evaluated.items() if name != "target"}
     for name, one in drafting.items():

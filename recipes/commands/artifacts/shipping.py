@@ -16,17 +16,17 @@ if TYPE_CHECKING:
 
 def export(
     artifact: Annotated[Path | None, typer.Argument(help="Artifact directory; omit it to list the formats.")] = None,
-    to: Annotated[str | None, typer.Option(help="Format, such as transformers or vllm-sglang.")] = None,
+    to: Annotated[str | None, typer.Option(help="Export format, such as transformers or vllm-sglang.")] = None,
     out: Annotated[Path | None, typer.Option(help="Output directory (default: next to the artifact).")] = None,
-    target: Annotated[str | None, typer.Option(help="Target that is served (default: the artifact's).")] = None,
+    target: Annotated[str | None, typer.Option(help="Target to serve (default: from the artifact).")] = None,
     speculative_tokens: Annotated[
         int | None, typer.Option(min=1, max=64, help="Number of draft tokens per step (default: from the artifact).")
     ] = None,
-    llama_cpp: Annotated[Path | None, typer.Option(help="Checkout of llama.cpp that contains the converter.")] = None,
+    llama_cpp: Annotated[Path | None, typer.Option(help="Directory of a llama.cpp checkout, for conversion.")] = None,
 ) -> None:
-    """Convert an artifact for an engine or transformers.
+    """Export an artifact to a serving engine or transformers.
 
-    The written files are loaded again and compared with the artifact. Example: `export runs/drafter --to vllm-sglang`.
+    The exported files are loaded again and compared with the artifact. Example: `export runs/drafter --to vllm-sglang`.
     """
     from ....checkpoints.export.base import SERVING_FILE, ExportOptions, export_artifact, option_name
     from ....checkpoints.storage.places import find_local, parse_hub_id
@@ -34,7 +34,7 @@ def export(
 
     if artifact is None:
         short = (Column(heading, no_wrap=True) for heading in ("format", "for"))
-        table = Table(*short, "what", "read by", "options", box=None)
+        table = Table(*short, "description", "supported by", "options", box=None)
         for form in FORMATS.values():
             options_text = " ".join(map(option_name, form.options))
             table.add_row(form.name, form.kind, form.summary, form.readers, options_text)
@@ -55,7 +55,7 @@ def export(
 def push(
     artifact: Annotated[Path, typer.Argument(help="Directory of an artifact or an export.")],
     repo: Annotated[str, typer.Argument(help="Repository on the hub: user/name.")],
-    yes: Annotated[bool, typer.Option("--yes", help="Upload (default: print what would be uploaded).")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Upload the files (default: only print the plan).")] = False,
     private: Annotated[bool, typer.Option("--private", help="Create a private repository.")] = False,
     licence: Annotated[str | None, typer.Option("--license", help="Licence, such as apache-2.0 or mit.")] = None,
     results: Annotated[
@@ -96,7 +96,7 @@ def _show_plan(plan: Plan) -> None:
     out.print(files)
     total = sum(file.upload_info.size for file in plan.files.values())
     out.print(f"{len(plan.files)} files, {total:,} bytes, in one commit", soft_wrap=True)
-    out.print(f"account: {plan.account or 'none: no token is stored (`hf auth login`)'}")
+    out.print(f"account: {plan.account or 'none: log in with `hf auth login`'}")
     out.rule("README.md", align="left")
     out.print(plan.card, soft_wrap=True)
     out.rule()

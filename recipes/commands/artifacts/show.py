@@ -40,7 +40,7 @@ def show(
 
 
 def verify_artifact(location: str) -> bool:
-    """Verify an artifact, print all faults, and return True if there are none."""
+    """Verify the files of an artifact, print all faults, and return True if there are none."""
     from ....checkpoints.artifact.locate import resolve
     from ....checkpoints.verify.inspect import find_faults
 
@@ -69,4 +69,4 @@ def _facts(location: str, manifest: Manifest) -> Iterator[tuple[str, str]]:
             yield "" if number else section, line
     for number, (name, entry) in enumerate(manifest.files.items()):
         yield "" if number else "files", f"{name}: {entry['bytes']:,} bytes, sha256 {entry['sha256']}"
-    yield "", "show the recipe and nested values with --json"
+    yield "", "pass --json to print the recipe and nested values"

@@ -12,16 +12,16 @@ from ...session.terminal import console
 def doctor(
     target: Annotated[
         str | None,
-        typer.Argument(metavar="[TARGET_OR_ARTIFACT]", help="Directory or hub id; omit it to check this machine."),
+        typer.Argument(metavar="[TARGET_OR_ARTIFACT]", help="Directory or hub id; if omitted, the machine is checked."),
     ] = None,
     draft: Annotated[str | None, typer.Argument(help="Drafter, heads or table for the target.")] = None,
     fix: Annotated[Path | None, typer.Option(help="Write a repaired drafter to this new directory.")] = None,
     prompts: Annotated[
-        str | None, typer.Option(help="Evaluation set, file or hub id on which to measure where acceptance is lost.")
+        str | None, typer.Option(help="Prompt set, file or hub id for measuring where acceptance is lost.")
     ] = None,
     results: Annotated[
         list[Path] | None,
-        typer.Option(help="Results file of `bench` or `evaluate`; pass one of each to compare server and engine."),
+        typer.Option(help="Results file to compare; pass one file of `bench` and one of `evaluate`."),
     ] = None,
     out: Annotated[
         Path | None, typer.Option(help="With --prompts: output file (.json; default: in runs/evaluate/NAME).")
@@ -29,15 +29,15 @@ def doctor(
     overrides: Annotated[
         list[str] | None, typer.Option("--set", help="With --prompts: evaluation settings, such as limit=20.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print a pair's findings as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the findings for a pair as JSON.")] = False,
 ) -> None:
     """Check this machine, an artifact or a target/drafter pair.
 
-    Examples: `doctor`, `doctor runs/drafter`, `doctor Qwen/Qwen3-8B Qwen/Qwen3-0.6B`. The exit code of a pair is 0 if
-    transformers and this engine accept it without reservations. EAGLE-3 heads must be accepted by all engines. With
-    --fix, the repaired drafter is checked. With --prompts, the drafter is decoded, and the report lists where
-    acceptance is lower than in training and on which tokens. With --results, the report explains why a server reaches
-    fewer tokens per step than this engine.
+    Examples: `doctor`, `doctor runs/drafter`, `doctor Qwen/Qwen3-8B Qwen/Qwen3-0.6B`. For a pair, the exit code is 0 if
+    draftsmith and transformers fully support the pair and no fault is found. EAGLE-3 heads must be supported by all
+    engines. With --fix, the repaired drafter is checked. With --prompts, acceptance is measured, and the report shows
+    where and on which tokens it is lower than in training. With --results, the report explains why a server accepts
+    fewer tokens per step than draftsmith.
     """
     if target is not None and draft is not None:
         from .pair import check_pair, check_server
@@ -47,7 +47,7 @@ def doctor(
         sound = check_pair(target, draft, fix=fix, prompts=prompts, out=out, overrides=overrides or (), as_json=as_json)
         raise typer.Exit(0 if sound else 1)
     if fix is not None or prompts is not None or results or as_json:
-        raise ValueError("options are for pairs: draftsmith doctor TARGET DRAFT")
+        raise ValueError("the options require a target/drafter pair: use draftsmith doctor TARGET DRAFT")
     if target is not None:
         from ..artifacts.show import verify_artifact
 

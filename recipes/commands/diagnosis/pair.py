@@ -122,7 +122,7 @@ def _check_decodes(diagnosis: Diagnosis, folder: Path) -> None:
     """Raise ValueError if this engine does not support the EAGLE-3 heads in `folder`."""
     verdict = diagnosis.verdicts["draftsmith"]
     if verdict.outcome == REFUSED:
-        raise ValueError(f"{diagnosis.drafter} cannot be decoded: {'; '.join(verdict.reasons)}")
+        raise ValueError(f"{diagnosis.drafter} cannot be used: {'; '.join(verdict.reasons)}")
     if not (folder / MANIFEST_FILE).is_file():
         command = ["draftsmith", "import", diagnosis.drafter, "--target", diagnosis.target, "--out", "DIRECTORY"]
         raise ValueError(f"{diagnosis.drafter} is not an artifact: import it with `{shlex.join(command)}`")
@@ -135,13 +135,13 @@ def _is_sound(result: dict[str, Any], is_eagle: bool) -> bool:
 
 
 def pair_verdict(target: str, drafter: str, consumer: str) -> str | None:
-    """Return why the engine `consumer` does not fully support a target/drafter pair, or None if it does."""
+    """Return the reasons why the engine `consumer` does not fully support a pair, or None if it does."""
     verdict = _check_files(target, drafter, is_eagle=False).verdicts[consumer]
     return None if verdict.outcome == WORKS else f"{verdict.outcome}: {'; '.join(verdict.reasons)}"
 
 
 def check_server(target: str, files: Sequence[Path]) -> bool:
-    """Compare results of a server with those of an evaluation, print findings, and return True if there are none.
+    """Compare the results of a server and an evaluation, print findings, and return True if there are none.
 
     Args:
         target: Directory or hub id of the target, whose tokenizer counts the prompt tokens.
@@ -151,7 +151,7 @@ def check_server(target: str, files: Sequence[Path]) -> bool:
     """
     loaded = {results["kind"]: (path, results) for path in files for results in [load_results(path)]}
     if len(files) != 2 or set(loaded) != {BENCH, EVALUATION}:
-        raise ValueError(f"--results requires files of `bench` and of `evaluate`, got {', '.join(map(str, files))}")
+        raise ValueError(f"--results requires files of both `bench` and `evaluate`, got {', '.join(map(str, files))}")
     path, evaluation = loaded[EVALUATION]
     server = BenchRecipe.model_validate(loaded[BENCH][1]["recipe"])
     own = EvaluateRecipe.model_validate(evaluation["recipe"])
@@ -159,7 +159,7 @@ def check_server(target: str, files: Sequence[Path]) -> bool:
     fitting = [row for row in rows if row["temperature"] == server.temperature]
     if not fitting:
         temperatures = ", ".join(f"{each:g}" for each in sorted({row["temperature"] for row in rows})) or "none"
-        raise ValueError(f"{path} has `speculative` at temperature {temperatures}, not at {server.temperature:g}")
+        raise ValueError(f"{path} has `speculative` at temperature {temperatures}, expected {server.temperature:g}")
     tokenizer = load_tokenizer(target)
     encode = prompt_renderer(get_template(own.template, tokenizer, own.template_options), tokenizer)
     questions = load_questions(server.prompts, server.limit, path=server.prompts_path, groups=server.groups or None)

@@ -37,14 +37,14 @@ Certify = Callable[..., Certificate]
 def run_certify(
     recipe: EvaluateRecipe, tokens: int = TOKENS, batch: int = BATCH, out: Path | None = None
 ) -> list[Certificate]:
-    """Test each method of a recipe for losslessness, first on a small model pair (`stress.py`), then on the given pair.
+    """Test whether each method of a recipe is lossless, first on a small pair (`stress.py`), then on the given pair.
 
     If all rows are at temperature 0, lossless methods are also tested at temperature 1. The certificate file is updated
     after each method, and an interrupted run resumes.
 
     Args:
         recipe: Evaluation recipe that contains the methods.
-        tokens: Number of tokens to test for each method at temperatures above 0. The small pair uses more tokens.
+        tokens: Number of tokens to test for each method at temperatures above 0. The small pair requires more tokens.
         batch: Batch size.
         out: Certificate file (default: next to the results).
     """

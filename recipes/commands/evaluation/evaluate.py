@@ -39,7 +39,7 @@ _ENERGY = TypeAdapter(Energy)
 
 
 class NotLosslessError(ValueError):
-    """Error for a lossless method whose output differs from the target's. It is raised after writing the results."""
+    """Error for a lossless method whose output differs from the target's, raised after the results are written."""
 
 
 def run_evaluate(recipe: EvaluateRecipe) -> dict[str, Any]:
@@ -57,7 +57,7 @@ def run_evaluate(recipe: EvaluateRecipe) -> dict[str, Any]:
     log(f"evaluate: {len(prompts)} prompts, {len(entries)} methods, {recipe.repeats} run(s) each, on {pair.device}")
     if ignored := ignored_settings(pair.model.generation_config):
         prompt = ", ".join(f"{name}={value}" for name, value in ignored.items())
-        log(f"evaluate: ignoring {prompt} of the target's generation_config.json, in methods and reference")
+        log(f"evaluate: ignoring {prompt} of the target's generation_config.json")
     if skipped:
         log(f"evaluate: skipped {skipped.summary()}")
     with Stoppable("evaluate") as signals, Journal(out, "runs", case.identity, signals) as journal:
@@ -80,7 +80,7 @@ def evaluate_once(recipe: EvaluateRecipe) -> dict[str, Any]:
     """Run an evaluation, or load its results if settings, files, version and machine have not changed."""
     out = Path(recipe.out)
     stamp = out.with_suffix(".stamp.json")
-    # Computed before decoding, since files may change meanwhile.
+    # The identity is computed before decoding, because files may change during decoding.
     identity = identity_of(recipe.recorded(exclude={"out"}), recipe.sources(), recipe)
     if out.is_file() and read_finished(stamp, identity) is not None:
         log(f"{out} is finished, reusing it")
@@ -109,7 +109,7 @@ def identity_of(settings: Any, sources: Sequence[str], evaluation: EvaluateRecip
 
 
 def read_finished(path: Path, identity: str) -> dict[str, Any] | None:
-    """Load the record of a finished run, or return None if it is missing or has another identity."""
+    """Load the record of a finished run. Return None if it is missing or if `identity` has changed."""
     try:
         record = load_json(path)
     except (OSError, ValueError):
@@ -118,7 +118,7 @@ def read_finished(path: Path, identity: str) -> dict[str, Any] | None:
 
 
 def _measure(case: Case, journal: Journal, signals: Stoppable) -> tuple[Summary, int]:
-    """Measure all methods, and return the summary and the number of runs that an earlier process completed."""
+    """Measure all methods, and return the summary and the number of reused runs of an earlier process."""
     pair, recipe, entries, known = case.pair, case.recipe, entries_of(case.recipe), journal.runs("run")
     with signals.bar("evaluating", "runs") as advance:
         runs = measure(
@@ -153,7 +153,7 @@ def _measure(case: Case, journal: Journal, signals: Stoppable) -> tuple[Summary,
 
 
 def _count_energy(case: Case, journal: Journal, signals: Stoppable) -> dict[str, Energy]:
-    """Measure the energy per token, and return a mapping from labels to results. Log and omit failed measurements."""
+    """Measure the energy per token of each method, by label. Failed measurements are logged and omitted."""
     pair, entries = case.pair, entries_of(case.recipe)
     names = {entry.label: f"joules of {entry.label}" for entry in entries}
     energies = {label: journal.known(name, _ENERGY) for label, name in names.items() if name in journal}
@@ -232,4 +232,4 @@ def _show(case: Case, results: dict[str, Any]) -> None:
         end = f"on {same[0]} of {same[1]} prompts (near-ties count as equal)"
         console().print(f"autoregressive decoding equals transformers.generate {end}", soft_wrap=True)
     if results["resumed"]:
-        console().print(f"{results['resumed']} runs are from an earlier, interrupted process")
+        console().print(f"{results['resumed']} runs were completed by an earlier, interrupted process")

@@ -27,7 +27,7 @@ from ...session.terminal import console, log
 from .evaluate import evaluate_once
 
 FIRST_PROMPTS, GROWTH = 8, 4
-"""Number of prompts in the first round, and the factor by which it grows from round to round."""
+"""Number of prompts in the first round, and growth factor of this number from one round to the next."""
 
 
 def run_tune(recipe: EvaluateRecipe) -> list[Measurement]:

@@ -157,16 +157,16 @@ class _Forge:
         return stem if len(self.workloads) == 1 else f"{stem}-{workload.slug}"
 
     def _plan(self, supports_eagle: bool, answers: int, seconds_per_answer: float) -> list[Candidate]:
-        """Select candidates that could be faster than the baseline, and the number of prompts for comparing them."""
+        """Select candidates that could be faster than the baseline, and the number of prompts to compare them."""
         self.section = "Plan: costs, candidates and budget"
-        self._note(f"a forward takes {1e3 * self.curve(1):.1f} ms, of four tokens {1e3 * self.curve(4):.1f} ms")
+        self._note(f"a forward pass takes {1e3 * self.curve(1):.1f} ms, of four tokens {1e3 * self.curve(4):.1f} ms")
         chosen, batches = [], dict.fromkeys(self.recipe.batch)
         for candidate in list_candidates(self.shape, DRAFT_VOCABULARY, supports_eagle):
             decisions = {batch: is_worth_training(candidate, self.curve, batch) for batch in batches}
             for batch, (_, reason) in decisions.items():
                 self._note(reason if len(batches) == 1 else f"batch {batch}: {reason}")
             chosen += [candidate] if any(able for able, _ in decisions.values()) else []
-        rows = 2 * max(1, len(chosen) + len(self.recipe.drafters))  # each row is measured next to a baseline
+        rows = 2 * max(1, len(chosen) + len(self.recipe.drafters))  # each row is measured together with a baseline
         self.prompts = {each: self._count_prompts(each, BUDGET_SHARES["measure"], rows) for each in self.workloads}
         self._note(f"generating answers to {answers:,} of {self.questions.answered:,} prompts")
         parts = {
@@ -297,7 +297,7 @@ class _Forge:
         for name, candidate in known.items():
             if rates and tried + last > most:
                 skipped = ", ".join(each for each in known if each not in rates)
-                self._note(f"skipped {skipped}: short trials took {tried:.0f} s of at most {most:.0f} s")
+                self._note(f"skipped {skipped}: other trials took {tried:.0f} s of at most {most:.0f} s")
                 break
             folder = Path(str(self._train(candidate, _TRIED).artifact))
             # The recorded time is used, so that a resumed run makes the same decisions.
@@ -340,7 +340,7 @@ class _Forge:
             self._serve()
 
     def _tune(self, workload: Workload) -> list[Measurement]:
-        """Measure settings on a few prompts, and measure the fastest ones again on other prompts."""
+        """Measure many settings on a few prompts, and the fastest settings again on other prompts."""
         share, batch_seconds = BUDGET_SHARES["tune"] / 2, self._batch_seconds(workload)
         few, many = workload.batch * MIN_BATCHES, self._count_prompts(workload, share, 1 + MAX_FINALISTS)
         seconds, compared = share * self.seconds / len(self.workloads), self.compared[workload]
@@ -350,7 +350,7 @@ class _Forge:
             return self._measure(f"tune-{number}", workload, chosen, prompts, file)
 
         def tune_sources(names: Sequence[str]) -> list[Measurement]:
-            # Settings of prompt lookup come first, and then those of the fastest drafter.
+            # Settings of prompt lookup come first, followed by settings of the fastest drafter.
             ranked = sorted(names, key=lambda name: -compared[name].speedup if name in compared else -math.inf)
             listed = [self.sources[name].settings(self.has_table, workload.temperature) for name in ranked]
             rows = {row.label: row for row in interleave(listed)}
@@ -363,7 +363,7 @@ class _Forge:
             return tune_sources(list(self.sources))
         except NotLosslessError:
             raise
-        except ValueError as error:  # given drafters may be incompatible with the trained ones
+        except ValueError as error:  # given drafters may be incompatible with trained drafters
             own = [name for name in self.sources if name not in self.recipe.drafters]
             if len(own) in (0, len(self.sources)):
                 raise
@@ -388,7 +388,7 @@ class _Forge:
             raise NotLosslessError(f"{broken[0]} is not lossless: see {derive_path(Path(recipe.out), KIND)}")
 
     def _serve(self) -> None:
-        """Tune the number of draft tokens in the serving engine for the fastest and for all fully trained drafters."""
+        """Tune the number of draft tokens in the serving engine, for the fastest and for all fully trained drafters."""
         self.section = f"Draft lengths in {self.recipe.engine}"
         trained = [name for name, source in self.sources.items() if source.steps]
         for name in dict.fromkeys([*(winner.name for winner in self.winners.values()), *trained]):

@@ -64,7 +64,7 @@ def tune_in_engine(recipe: ForgeRecipe, name: str, artifact: Path | None, prompt
             return [refused]
         most = max_draft_tokens(export)
     elif ENGINES[engine].lookup is None:
-        return [f"{engine} is not tuned: it has no supported prompt lookup"]
+        return [f"{engine} is not tuned: its prompt lookup is not supported"]
 
     def commands(tokens: int | None) -> list[list[str]]:
         lookup, plain = ENGINES[engine].lookup, ENGINES[engine].command(target, None)
@@ -88,7 +88,7 @@ def tune_in_engine(recipe: ForgeRecipe, name: str, artifact: Path | None, prompt
 
 
 def _export(recipe: ForgeRecipe, artifact: Path, imported: Path, export: Path) -> str | None:
-    """Export an artifact; a plain model is imported first. Return the reason for a failure, or None."""
+    """Import the drafter if it is not an artifact, and export it. Return the reason for a failure, or None."""
     if (export / MANIFEST_FILE).is_file():
         return None
     assert recipe.engine is not None
@@ -102,13 +102,13 @@ def _export(recipe: ForgeRecipe, artifact: Path, imported: Path, export: Path) -
             return f"{recipe.engine} has no export format for {artifact}"
         checkout = Path(recipe.llama_cpp) if recipe.llama_cpp and recipe.engine == "llama.cpp" else None
         export_artifact(artifact, form, export, FORMATS, ExportOptions(target=target, llama_cpp=checkout))
-    except ValueError as error:  # for example a given drafter with another tokenizer
+    except ValueError as error:  # for example, if a given drafter has a different tokenizer
         return f"{recipe.engine} cannot draft with {artifact}: {error}"
     return None
 
 
 def _free_urls(count: int) -> list[str]:
-    """Return `count` local URLs with unused ports."""
+    """Return `count` URLs of this machine with unused ports."""
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for each in sockets:

@@ -70,7 +70,7 @@ def run_quickstart(recipe: QuickstartRecipe) -> dict[str, Any]:
 
 
 def resolve(recipe: QuickstartRecipe) -> QuickstartRecipe:
-    """Fill in the stage recipes: output directory, seed, precision, and numbers of steps and answers for the budget."""
+    """Set output directory, seed, precision, number of steps and number of answers in the recipes of the stages."""
     values = fill_placeholder(recipe.model_dump(mode="json"), "{out}", recipe.out)
     scale = recipe.minutes / recipe.reference_minutes
     trained = [values[name] for name in ("target", "eagle", "drafter", "distilled", "heads")]
@@ -96,7 +96,7 @@ def resolve(recipe: QuickstartRecipe) -> QuickstartRecipe:
 
 
 def fill_placeholder(value: Any, mark: str, folder: str) -> Any:
-    """Replace the placeholder `mark` by `folder` in all strings of a nested value."""
+    """Replace the placeholder `mark` with `folder` in all strings of a nested value."""
     if isinstance(value, str):
         return value.replace(mark, folder)
     if isinstance(value, dict):
@@ -105,7 +105,7 @@ def fill_placeholder(value: Any, mark: str, folder: str) -> Any:
 
 
 def run_stage(stage: Any) -> None:
-    """Run the recipe of a stage, after writing its teacher cache if it uses one. Finished work is reused."""
+    """Write the teacher cache of a stage if the stage uses one, and run its recipe. Finished work is reused."""
     if isinstance(stage, RegenerateRecipe):
         run_regenerate(stage)
         return

@@ -138,7 +138,7 @@ def prepare_prompts(recipe: ForgeRecipe, base: QuickstartRecipe, out: Path) -> P
     target, corpus = out / "target", out / "corpus"
     if (out / COSTS_FILE).is_file():
         check_folder(out / "forge.yaml", recipe, ("hours", "more_hours", "out", *ENGINE_FIELDS))
-    elif (out / "forge.yaml").is_file():  # stopped early: another recipe may use the directory
+    elif (out / "forge.yaml").is_file():  # an early interruption: a different recipe may use the directory
         shutil.rmtree(corpus, ignore_errors=True)
         target.unlink() if target.is_symlink() else shutil.rmtree(target, ignore_errors=True)
     write_recipe(recipe, out / "forge.yaml")
@@ -162,7 +162,7 @@ def prepare_prompts(recipe: ForgeRecipe, base: QuickstartRecipe, out: Path) -> P
 
 
 def measure_costs(base: QuickstartRecipe, out: Path, prompts: int) -> dict[str, Any]:
-    """Measure the time of the target's forward passes and answers once; return the times and the model shape."""
+    """Measure or load the time of the target's forward passes and answers. Return it with the model shape."""
     path, answers = out / COSTS_FILE, min(_PROBED, prompts)
     if path.is_file():
         return dict(load_json(path, "seconds_per_answer"))
@@ -218,7 +218,7 @@ def base_of(recipe: ForgeRecipe) -> QuickstartRecipe:
 
 
 def with_heldout(base: QuickstartRecipe, answers: int) -> QuickstartRecipe:
-    """Increase the held-out share of the training data if there are few answers, so that some are held out."""
+    """Increase the held-out share of the training data if `answers` is small, so that some answers are held out."""
     stages: dict[str, Any] = {}
     for name in ("eagle", "drafter", "heads", "table"):
         stage = getattr(base, name)

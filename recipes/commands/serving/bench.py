@@ -26,7 +26,7 @@ from ...session.stopping import Stoppable
 from ...session.terminal import console, log
 from .client import Server, check_client, read_counters
 
-_BLOCKS = 4  # number of blocks of prompts at each concurrency; the two servers alternate
+_BLOCKS = 4  # number of blocks of prompts at each concurrency; the servers alternate
 _WARM_UP = 4  # maximum number of warm-up requests to each server at each concurrency
 _MIN_IDENTICAL = 0.5  # minimum share of identical greedy texts before a warning
 
@@ -116,7 +116,7 @@ async def _blocks(
                 block = await _send(recipe, servers[number], own, concurrency, progress)
                 if all(reply.failure is not None for reply in block.replies):
                     url, reason = servers[number].url, block.replies[0].failure
-                    raise ValueError(f"{url} answered none of {len(block.replies)} prompts: {reason}")
+                    raise ValueError(f"{url} failed on all {len(block.replies)} prompts: {reason}")
                 blocks[number].append(block)
     return blocks
 
@@ -154,7 +154,7 @@ def _warnings(models: Sequence[str | None], rows: Sequence[dict[str, Any]]) -> l
             reasons = "; ".join(row["failures"])
             warnings.append(f"{label}: {row['failed']} of {row['requests']} requests failed: {reasons}")
         if row["method"] != "server" and row["drafted"]:
-            warnings.append(f"{label}: the baseline server also drafts")
+            warnings.append(f"{label}: the baseline server also uses speculative decoding")
         same = row["identical_to_greedy"]
         if same and same[0] < _MIN_IDENTICAL * same[1]:
             warnings.append(f"{label}: only {same[0]} of {same[1]} greedy texts equal the baseline's: check the models")

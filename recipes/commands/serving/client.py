@@ -70,7 +70,7 @@ class Server:
             except self._openai.APIError as error:
                 raise ConnectionError(f"{self.url} does not list its models: {self._redact(error)}") from None
             if not models:
-                raise ValueError(f"{self.url} lists no model: set `model`, or for the baseline `baseline_model`")
+                raise ValueError(f"{self.url} lists no models: set `model` (for the baseline: `baseline_model`)")
             self.model = models[0].id
         return self
 
@@ -95,7 +95,7 @@ class Server:
         async for chunk in stream:
             now = time.perf_counter() - start
             for choice in chunk.choices:
-                # Some servers send the reasoning of a model under another name.
+                # Some servers send the reasoning of a model in another field.
                 delta = choice.delta
                 extra = delta.model_extra or {}
                 text = (delta.content or "") + "".join(extra.get(key) or "" for key in THOUGHT_KEYS)

@@ -31,9 +31,9 @@ from ...session.terminal import duration, log
 from .bench import bench_recipe, prompts_of, run_bench
 
 HOST = "127.0.0.1"
-_STARTING = 1800  # seconds to read weights and capture graphs
+_STARTING = 1800  # maximum seconds to load weights and capture graphs
 _ENDING = 30
-_LINES = 20  # lines of the log to show if an engine ends
+_LINES = 20  # lines of the log to print if an engine fails
 _LOG_EVERY = 30  # seconds
 PORT = 8000
 
@@ -59,7 +59,7 @@ class Engine:
     command: Callable[[str, Draft | None], list[str]]
     """Function that returns the command for a target and an optional draft, without host and port."""
     lookup: Callable[[int], list[str]] | None = None
-    """Function that returns the arguments for prompt lookup with a number of draft tokens; None if unsupported."""
+    """Function that maps a number of draft tokens to the arguments for prompt lookup; None if unsupported."""
 
 
 def _vllm(target: str, draft: Draft | None) -> list[str]:
@@ -125,14 +125,14 @@ class Running(NamedTuple):
 def commands_of(
     export: Path | str | None, engine: str, target: str | None = None, tokens: int | None = None
 ) -> list[list[str]]:
-    """Return two commands that serve a target: one with an exported drafter, and one without drafts.
+    """Return two commands that serve a target, first with an exported drafter and then without speculative decoding.
 
     Raises ValueError if the engine is unknown, does not support the export, or cannot serve the target.
     """
     if engine not in ENGINES:
         raise ValueError(f"unknown engine {engine!r}.{did_you_mean(engine, ENGINES)} Known: {', '.join(ENGINES)}")
     if export is None:
-        raise ValueError(f"{engine} requires an export: pass its folder")
+        raise ValueError(f"{engine} requires an export: pass its directory")
     chosen, manifest = ENGINES[engine], load_manifest(Path(export).expanduser())
     form = None if manifest.export is None else manifest.export["format"]
     if form not in chosen.forms:
@@ -237,9 +237,10 @@ def _stop_server(server: subprocess.Popen[bytes]) -> None:
 def started(
     commands: Sequence[Sequence[str]], ports: Sequence[int], more: Sequence[str], stem: str, signals: Stoppable
 ) -> Iterator[list[Running]]:
-    """Start an engine with the first command and, if there is a second command, its baseline; yield both.
+    """Start one or two engines, yield them when they are ready, and terminate them afterwards.
 
-    Engines start sequentially, since each allocates all free memory, and log to `stem`.log and `stem`-baseline.log.
+    The second command starts a baseline. Engines start sequentially, because each engine allocates all free memory.
+    The log files are `stem`.log and `stem`-baseline.log.
     """
     with ExitStack() as stack:
         engines = []
@@ -247,7 +248,7 @@ def started(
             log_file = Path(f"{stem}{name}.log")
             log(f"bench: starting {command[0]}; its log is {log_file}")
             engines.append(stack.enter_context(running([*command, *more], log_file, port, signals)))
-        _check(engines)  # one engine can take the memory of the other
+        _check(engines)  # one engine may fail because the other allocates memory
         yield engines
 
 
@@ -264,7 +265,7 @@ def serve_engine(command: Sequence[str], port: int, more: Sequence[str], stem: s
 
 
 def engine_recipe(overrides: Sequence[str], options: Mapping[str, str | None], port: int = PORT) -> BenchRecipe:
-    """Return the recipe for comparing engines with and without drafts, by default at `port` and the next port."""
+    """Return a recipe that compares an engine with a baseline, by default at `port` and the next port."""
     urls = {
         name: options.get(name) or f"http://{HOST}:{port + at}/v1" for at, name in enumerate(("server", "baseline"))
     }
@@ -272,7 +273,7 @@ def engine_recipe(overrides: Sequence[str], options: Mapping[str, str | None], p
 
 
 def measure_engine(recipe: BenchRecipe, commands: Sequence[Sequence[str]], more: Sequence[str], stem: str) -> None:
-    """Start engines with and without drafts at the recipe's URLs, run the benchmark, and terminate the engines."""
+    """Start an engine and its baseline at the recipe's URLs, run the benchmark, and terminate the engines."""
     assert recipe.baseline is not None
     ports = [_port(recipe.server), _port(recipe.baseline)]
     prompts_of(recipe)  # fails before an engine is started

@@ -18,7 +18,7 @@ from .engines import measure_engine
 MAX_TOKENS = 5
 """Maximum number of draft tokens if the export does not limit it."""
 Commands = Callable[[int | None], list[list[str]]]
-"""Function that takes a number of draft tokens, and returns the engine's commands with and without drafts."""
+"""Function that maps a number of draft tokens to the engine's commands with and without speculative decoding."""
 
 
 def run_tune_lengths(
@@ -67,7 +67,7 @@ def max_draft_tokens(export: Path | str) -> int:
 
 
 def _is_measured(recipe: BenchRecipe) -> bool:
-    """Return whether results of the same recipe exist, ignoring the URLs of the servers."""
+    """Check if results of the same recipe exist, ignoring the URLs of the servers."""
     path, places = Path(recipe.out), {"server": "", "baseline": ""}
     return path.is_file() and load_results(path, BENCH)["recipe"] | places == recipe.model_dump(mode="json") | places
 

@@ -238,7 +238,7 @@ def _check_disk(out: Path, disk: dict[str, int], free: int) -> None:
 
 
 def _reduce_evaluation(recipe: Any) -> tuple[Any, int]:
-    """Return the recipe with a smaller evaluation, and the factor by which the full evaluation is larger."""
+    """Return the recipe with a smaller evaluation, and the size ratio of the full and the smaller evaluation."""
     section = recipe.measure
     shares = max(1, section.prompts or section.blocks)
     less = section.model_copy(update={"prompts": min(1, section.prompts), "blocks": -(-section.blocks // shares)})

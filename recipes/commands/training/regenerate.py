@@ -232,7 +232,7 @@ class _Server:
             outcome = Failure(self._one_line(error))
         except openai.APIError as error:
             cause = self._one_line(error.__cause__ or error)
-            if type(error.__cause__).__name__ == "ConnectError":  # of httpx or its replacement
+            if type(error.__cause__).__name__ == "ConnectError":  # an exception of httpx or of a compatible package
                 raise ConnectionError(f"{url} does not respond ({cause}); the same command resumes") from None
             if isinstance(error, self._refusals) and not self._has_answered:
                 raise ValueError(

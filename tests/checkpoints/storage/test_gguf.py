@@ -134,7 +134,7 @@ def test_the_dtype_option_is_for_gguf_files_only(write: Callable[..., Path], tmp
         import_published(str(file), tmp_path / "a", dtype="int8")
     import_published(str(file), tmp_path / "b", dtype="float16")
     assert load_model(str(tmp_path / "b")).dtype == torch.float16
-    with pytest.raises(ValueError, match="--dtype float16 applies to GGUF files only"):
+    with pytest.raises(ValueError, match="--dtype float16 applies only to GGUF files"):
         import_published(str(tmp_path / "b"), tmp_path / "c", dtype="float16")
 
 

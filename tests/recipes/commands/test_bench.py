@@ -120,7 +120,7 @@ def test_failed_requests_are_counted_but_not_averaged(
     [
         (Engine(1, says="no "), "texts equal the baseline's"),
         (Engine(1, "other"), "other"),
-        (Engine(2), "baseline server also drafts"),
+        (Engine(2), "baseline server also uses speculative"),
     ],
     ids=["other texts", "another model", "a baseline that drafts"],
 )
@@ -154,13 +154,13 @@ def test_the_doctor_compares_a_server_with_this_engine(
             measured(engine.url, f"temperature={temperature}", concurrency="2")
         files = [tmp_path / "bench.json", path]
         if reasons is None:
-            with pytest.raises(ValueError, match=r"temperature 0, not at 1$"):
+            with pytest.raises(ValueError, match=r"temperature 0, expected 1$"):
                 check_server(target, files)
             continue
         assert check_server(target, files) == (not reasons)
         out = capsys.readouterr()
         assert all(reason in " ".join(out.out.split()) for reason in reasons)
-    with pytest.raises(ValueError, match=r"files of `bench` and of `evaluate`, got .*bench.json$"):
+    with pytest.raises(ValueError, match=r"files of both `bench` and `evaluate`, got .*bench.json$"):
         check_server(target, [tmp_path / "bench.json"])
 
 

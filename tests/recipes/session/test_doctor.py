@@ -158,7 +158,7 @@ def test_the_command_line(
     pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target, drafter = map(str, pair)
-    cases = ((target, "--json"), "options are for pairs"), ((target, drafter, "--fix", drafter), "already exists")
+    cases = ((target, "--json"), "options require a target"), ((target, drafter, "--fix", drafter), "already exists")
     for arguments, said in cases:
         monkeypatch.setattr("sys.argv", ["draftsmith", "doctor", *arguments])
         with pytest.raises(SystemExit) as ended:

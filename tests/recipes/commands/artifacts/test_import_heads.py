@@ -51,7 +51,7 @@ def test_published_heads_become_an_artifact(target: Path, tmp_path: Path, capsys
         import_heads(source, tmp_path / "heads", str(target))
     import_heads(source, tmp_path / "heads", str(target), unpickle=True)
     logged = " ".join(capsys.readouterr().err.split())
-    assert f"{source}: 5 heads, 1 blocks in each, in medusa_lm_head.pt; projection own, hidden size 32" in logged
+    assert f"{source}: 5 heads of 1 blocks in medusa_lm_head.pt; projection own, hidden size 32" in logged
     assert "has medusa_num_heads 2, but the tensors have 5" in logged
     manifest = verify_artifact(tmp_path / "heads", "heads")
     assert manifest.vocab_size == VOCAB
@@ -133,7 +133,7 @@ def test_only_files_of_the_heads_are_downloaded(hub: Any, stand_in: ModuleType, 
     for folder in someone.iterdir():
         hub.repo(f"someone/{folder.name}", stand_in.files_of(folder))
     cases = [
-        ("pickled", False, "use --unpickle", ["config.json"]),
+        ("pickled", False, "pass --unpickle", ["config.json"]),
         ("pickled", True, None, ["medusa_lm_head.pt"]),
         ("shards", False, None, ["model-2.safetensors", "model.safetensors.index.json"]),
         ("one", False, None, ["model.safetensors"]),

@@ -126,7 +126,7 @@ def test_the_card_of_heads_and_of_an_export(
     (tmp_path / "certificate.json").write_text(json.dumps(told))
     drafter = load_manifest(tiny_pair / "drafter")
     assert results_of(tiny_pair / "drafter", drafter, tmp_path / "results.json")["certificates"] == []
-    assert "certifies other files than" in capsys.readouterr().err
+    assert "is for different files from" in capsys.readouterr().err
     assert len(results_of(tiny_pair / "drafter", drafter, evaluated)["certificates"]) == 1
 
 

@@ -51,7 +51,7 @@ def test_a_killed_evaluation_resumes(recipe: Path, stop: Any, capsys: pytest.Cap
     evaluate(recipe)
     captured = capsys.readouterr()
     assert f"resuming with {len(lines) - 1} finished" in captured.err
-    assert f"{len(finished)} runs are from an earlier" in captured.out
+    assert f"{len(finished)} runs were completed by an earlier" in captured.out
     results = load_results(out)
     assert results["resumed"] == len(finished)
     assert results["errors"] == []
