@@ -35,7 +35,7 @@ _Row = tuple[str, str, dict[str, Any]]  # prefix of the metrics, method, options
 
 
 def decodes_fast(target: PreTrainedModel) -> bool:
-    """Check if a target is small enough for the optimised forward, which copies most of its weights."""
+    """Check if a target is small enough for the optimised forward pass, which copies most of its weights."""
     return sum(weight.numel() for weight in target.parameters()) <= _FEW_PARAMETERS
 
 
@@ -55,7 +55,7 @@ def drafter_measure(
 
 
 def check_measure(recipe: HeadsRecipe) -> None:
-    """Raise ValueError if the `measure` section of a recipe does not fit its heads, before data is prepared."""
+    """Raise ValueError if the `measure` section of a recipe is incompatible with its heads or its table is invalid."""
     if not recipe.measure.prompts or recipe.architecture == "eagle3":
         return
     depth = parse_tree(_tree(recipe))[0].max_depth
@@ -78,7 +78,7 @@ def heads_measure(recipe: HeadsRecipe, target: PreTrainedModel, tokenizer: Any, 
     (`slim_tokens_per_step`). EAGLE-3 heads are measured in speculative decoding.
     """
     section = recipe.measure
-    # The optimised forward copies weights, but training with `base` changes the weights of the target.
+    # The optimised forward pass copies weights, but training with `base` changes the weights of the target.
     fast = recipe.base is None and decodes_fast(target)
     table = None if section.table is None else BigramTable.load(Path(section.table))
     rows: list[_Row] = [("", "medusa", {"tree": _tree(recipe)})]

@@ -47,7 +47,7 @@ _LEAST_PROMPTS = 8
 
 
 def fit_config(recipe: DrafterRecipe | HeadsRecipe, prepared: Prepared, measured: bool) -> FitConfig:
-    """Return the settings of the training loop. If `measured`, the best weights can be selected by acceptance."""
+    """Return the settings of the training loop. If `measured` is True, acceptance can select the best weights."""
     train = recipe.train
     steps = train.steps or max(1, math.ceil(train.epochs * prepared.train.blocks / train.global_batch))
     best = "tokens_per_step" if measured and recipe.measure.keep == "best" else None
@@ -118,7 +118,7 @@ class Run:
 def check_out(out: Path, recipe: TrainingRecipe) -> None:
     """Check that an output directory is empty or contains an intact artifact of this recipe.
 
-    Raises ValueError if the directory contains other files, a damaged artifact, or one of another recipe or target.
+    Raises ValueError if it contains other files, a damaged artifact, or an artifact of another recipe or target.
     """
     if not out.exists():
         return
@@ -135,7 +135,7 @@ def check_out(out: Path, recipe: TrainingRecipe) -> None:
     made_for = verify_artifact(out).target or {}
     folder, expected = Path(str(made_for.get("id"))), made_for.get("sha256")
     if expected and folder.is_dir() and resolve_model(str(folder)).sha256 != expected:
-        raise ValueError(f"{out} was made for a different model from {folder}: delete {out}, or choose another `out`")
+        raise ValueError(f"{folder} has changed since {out} was trained: delete {out}, or choose another `out`")
 
 
 def differences(stored: Any, current: Any, key: str = "") -> Iterator[tuple[str, str]]:
@@ -157,4 +157,4 @@ def check_target(target: PreTrainedModel, model: PreTrainedModel, name: str, sou
         raise ValueError(f"the drafter has {size} tokens, but the target {name} has {expected}: {remedy}")
     kinds = [("a decoder", "an encoder-decoder")[one.config.is_encoder_decoder] for one in (model, target)]
     if kinds[0] != kinds[1]:
-        raise ValueError(f"the drafter is {kinds[0]}, but the target {name} is {kinds[1]}: use models of one kind")
+        raise ValueError(f"the drafter is {kinds[0]}, but the target {name} is {kinds[1]}: use models of the same kind")

@@ -93,7 +93,7 @@ def verify_data(prepared: Prepared, tokenizer: Any) -> None:
 
 
 def check_heldout(section: DataSection) -> None:
-    """Raise ValueError if the data section does not set held-out conversations for evaluation."""
+    """Raise ValueError if the data section holds out no conversations for evaluation."""
     if not section.heldout_share and section.heldout_source is None:
         raise ValueError("`data.heldout_share` must be above 0, or `data.heldout_source` set, to evaluate")
 
@@ -165,7 +165,7 @@ def _prepare(section: DataSection, tokenizer: Any, identity: dict[str, Any], fol
     for kind in ("answer", "question"):
         if tokens := numbers["rendering"][f"{kind}_tokens_cut"]:
             count = numbers["rendering"][f"{kind}s_cut"]
-            log(f"data: truncated {count:,} {kind}s to the block (data.block_tokens), by {tokens:,} tokens")
+            log(f"data: truncated {count:,} {kind}s by {tokens:,} tokens to fit a block (data.block_tokens)")
 
 
 def _select_heldout(
@@ -206,8 +206,8 @@ def training_conversations(
 ) -> Iterator[Conversation]:
     """Yield the cleaned training conversations of a data section, in a reproducible order.
 
-    `hold` is called with each held-out conversation. `reports` (one per corpus) are updated. `shard` (index, count)
-    selects a part of the rows of each corpus.
+    `hold` is called with each held-out conversation. `reports` (one per corpus) are updated. `shard` (index and number
+    of shards) selects a subset of the rows of each corpus.
     """
 
     def open_pass(part: SourceSection, report: CorpusReport, by_content: bool, number: int) -> Iterator[Conversation]:
@@ -252,25 +252,25 @@ def _read_part(
 
 
 def _has_few_ids(section: DataSection, part: SourceSection) -> bool:
-    """Check if a corpus is split by hashes (held-out share, weight) but has too few distinct ids for that."""
+    """Check if a corpus needs a split by hashes (held-out share, weight) but has too few distinct ids for this."""
     is_divided = part.weight % 1 or (section.heldout_source is None and section.heldout_share)
     return bool(is_divided) and has_few_ids(_read_part(section, part, CorpusReport()))
 
 
 def is_held_out(section: DataSection, conversation: Conversation, *, by_content: bool = False) -> bool:
-    """Check if a conversation is held out, by a hash of its id or, if `by_content`, of its id and content."""
+    """Check if the hash of a conversation's id (with `by_content`: id and content) selects it as held-out data."""
     return section.heldout_source is None and _draw(conversation, by_content) < section.heldout_share
 
 
 def _draw(conversation: Conversation, by_content: bool) -> float:
     """Hash a conversation to a number in [0, 1). It is held out if the number is below `heldout_share`."""
-    # ShareGPT splits long conversations into abcdefg_0, abcdefg_1 …; all parts must get the same number.
+    # ShareGPT splits long conversations into abcdefg_0, abcdefg_1 …, which must get the same number.
     part = None if by_content else re.fullmatch(r"([A-Za-z0-9]{7})_\d+", conversation.id)
     return hash_share(f"held out {part[1] if part else draw_key(conversation, by_content=by_content)}")
 
 
 def _with_heldout(section: DataSection) -> DataSection:
-    """Return the section, with `heldout_share` increased to hold out one conversation if it would select none."""
+    """Return the section. If `heldout_share` selects no conversation, increase it to hold out one conversation."""
     least, most = 1.0, 0.0
     if section.heldout_source is not None:
         return section

@@ -53,7 +53,7 @@ def make_drafter_run(recipe: DrafterRecipe, tokenizer: Any, prepare: Callable[[]
         trained.save(folder)
         save_vocabulary(model, folder)
         save_tokenizer(tokenizer, folder)
-        if recipe.target is not None and not is_adapter(folder):  # adapters use the settings of the base model
+        if recipe.target is not None and not is_adapter(folder):  # adapters use the settings of their base model
             save_speculation(folder)
 
     return Run(

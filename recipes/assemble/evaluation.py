@@ -56,7 +56,7 @@ class LoadedPair:
     parts: Parts
     device: str
     refs: dict[str, ModelRef]
-    """Resolved model references, with the keys "target", "drafter", "drafter 2", "heads" and "table"."""
+    """Resolved model references with the keys "target", "drafter", "drafter 2", "heads" and "table"."""
 
     def artifacts(self) -> dict[str, Any]:
         """Return the id, revision and hash of each loaded model, for results files and certificates."""
@@ -136,7 +136,7 @@ def _open_drafter(
     model: PreTrainedModel,
     tokenizer: Any,
 ) -> tuple[ModelRef, LanguageModel]:
-    """Load a draft model or EAGLE-3 heads. `fits` is called to check the manifest of an artifact for the target."""
+    """Load a draft model or EAGLE-3 heads. `fits` raises ValueError if a manifest does not match the target."""
     drafter: LanguageModel
     if is_eagle(Path(location := locate_part(source, "drafter"))):
         ref, (manifest, heads) = _open_part(source, "heads", load_eagle, location)
@@ -175,7 +175,7 @@ def _translation(
         return None
     try:
         drafters = load_tokenizer(locate_part(source, "drafter"))
-    except ValueError:  # without its own tokenizer, the target's is assumed
+    except ValueError:  # a drafter without a tokenizer uses the target's tokenizer
         return None
     return None if drafters.get_vocab() == tokenizer.get_vocab() else TextTranslation(tokenizer, drafters)
 
@@ -189,7 +189,7 @@ def locate_part(source: str, kind: str) -> str:
 def prompts_of(
     recipe: EvaluateRecipe, tokenizer: Any, skipped: SkippedPrompts | None = None
 ) -> list[tuple[Prompt, list[int]]]:
-    """Load and tokenize the prompts, and record skipped ones in `skipped`. Raise ValueError if none remain."""
+    """Load and tokenize the prompts, and count skipped prompts in `skipped`. Raise ValueError if none remain."""
     return load_prompts(
         recipe.prompts,
         get_template(recipe.template, tokenizer, recipe.template_options),
@@ -203,7 +203,7 @@ def prompts_of(
 
 
 def device_of(recipe: EvaluateRecipe | RegenerateRecipe) -> str:
-    """Return the device of a recipe; `auto` selects a GPU if there is one. Raise ValueError if it is unavailable."""
+    """Return the device of a recipe (`auto`: a GPU if available). Raise ValueError if the device is unavailable."""
     if recipe.device.startswith("cuda") and not torch.cuda.is_available():
         raise ValueError(f"`device` is {recipe.device!r}, but torch finds no GPU: use `device: cpu`")
     if recipe.device != "auto":
@@ -243,7 +243,7 @@ def other_target(artifact: Path, target: str) -> str | None:
 
 @dataclass(frozen=True)
 class Case:
-    """Evaluation whose models and prompts are loaded."""
+    """Evaluation recipe with its loaded models and prompts."""
 
     recipe: EvaluateRecipe
     pair: LoadedPair
@@ -260,7 +260,7 @@ class Case:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Settings that identify the runs. Finished runs are reused only if they are unchanged."""
+        """Settings that identify a run. A finished run is reused only if the settings are unchanged."""
         return identity_of(self.recipe, self.prompts, self.pair)
 
     def texts(self, sampling: Sampling, bar: Bar = bar) -> list[list[int]]:
@@ -280,7 +280,7 @@ def open_case(recipe: EvaluateRecipe, skipped: SkippedPrompts | None = None) -> 
     if recipe.asks_every_turn():
 
         def answer(questions: list[list[int]]) -> list[str]:
-            with bar("generating answers of earlier turns", "answers") as advance:
+            with bar("generating answers to earlier turns", "answers") as advance:
                 texts = sample_texts(pair.target, questions, limits, Sampling(0.0), progress=advance)
             return [str(pair.tokenizer.decode(ids, skip_special_tokens=True)) for ids in texts]
 

@@ -97,7 +97,7 @@ def build_model(section: ModelSection, seed: int) -> TrainableModel:
 def load_trainable(source: str, *, decoder: bool = False, **options: Any) -> PreTrainedModel:
     """Load a model for training or as a teacher. `options` are passed to `load_model`.
 
-    Raises ValueError for an encoder-decoder model that is not a T5 model, or if `decoder` is set.
+    Raises ValueError for an encoder-decoder model if `decoder` is True or the model is not a T5 model.
     """
     model = load_model(source, **options)
     if model.config.is_encoder_decoder:
@@ -159,7 +159,7 @@ def cut_layers(model: PreTrainedModel, layers: list[int], name: str, attention: 
     depths = {key: getattr(config, key) for key in _depth_keys(config)}
     count = min(depths.values())
     if layers[-1] >= count:
-        raise ValueError(f"`layers` must be in 0 to {count - 1} for {name}, got {layers[-1]}")
+        raise ValueError(f"`layers` must be between 0 and {count - 1} for {name}, got {layers[-1]}")
     prefixes = _layer_lists(model, set(depths.values()))
     if len(prefixes) != len(depths):
         raise ValueError(

@@ -46,7 +46,7 @@ class _Part(NamedTuple):
 
 
 def states_read(recipe: HeadsRecipe) -> str:
-    """Return the name, as in `PackedForward`, of the hidden states of the target that are the input of the heads."""
+    """Return the `PackedForward` name of the target's hidden states that the heads use as input."""
     if recipe.architecture == "medusa":
         return recipe.states
     config = AutoConfig.from_pretrained(model_source(recipe.target, weights=False)).get_text_config()
@@ -81,7 +81,7 @@ def prepare_teacher(recipe: TrainingRecipe, accelerator: Any | None = None) -> P
     on_main(state, partial(check_writable, _folder(recipe) / "report.json"))
     parts = _parts(recipe, prepare_once(recipe, tokenizer, state))
     missing = [part for part in parts if not part.done]
-    state.wait_for_everyone()  # every process looks for missing parts before one of them writes
+    state.wait_for_everyone()  # all processes check for missing parts before any process writes
     if missing:
         _write(recipe, missing, state)
     on_main(state, partial(_report, parts))

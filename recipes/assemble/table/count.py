@@ -112,8 +112,8 @@ def claim(folder: Path, identity: dict[str, Any], stack: ExitStack) -> None:
     if tokens := count_tokens(folder):
         key, both = next(differences(stored, identity), (IDENTITY, "different"))
         raise ValueError(
-            f"{folder} contains counts of {tokens:,} tokens with other settings ({key}: {both}): restore them to "
-            "resume, delete that folder to restart, or choose another `out`"
+            f"{folder} contains counts of {tokens:,} tokens with other settings ({key}: {both}): restore the "
+            "settings to resume, delete that folder to restart, or choose another `out`"
         )
     for path in _rank_folders(folder):
         shutil.rmtree(path)
