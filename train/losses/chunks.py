@@ -4,11 +4,11 @@ Letters: X positions, K heads (1 for a drafter), C positions of a chunk, R rows 
 of the drafter, E hidden of the teacher, V vocabulary, F events (the K tokens of a top-k teacher, and "any other"),
 N teacher rows that are used.
 
-Matrix products run over a *chunk* of positions, into one buffer. Elementwise operations run over *blocks* of few rows,
-whose temporaries fit into a CPU's caches. Logits, losses and gradients are computed in the forward pass by three
-products (two if the projection is frozen), and the gradient overwrites the logits (fused linear cross-entropy:
+Matrix products run over a *chunk* of positions, into one buffer. Elementwise operations run over *blocks* of a few
+rows, whose intermediate results fit into a CPU's caches. Logits, losses and gradients are computed in the forward pass
+by three products (two if the projection is frozen), and the gradient overwrites the logits (fused linear cross-entropy:
 Hsu et al. 2024, Liger Kernel, arXiv 2410.10989). The backward pass needs neither weights nor logits, so the weights
-may be gathered during the forward pass only (DeepSpeed ZeRO-3).
+need to be gathered only for the forward pass (DeepSpeed ZeRO-3).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,7 +30,7 @@ BLOCK_ELEMENTS = 1 << 18  # per thread: 1 MB of float32
 
 @dataclass(frozen=True, slots=True)
 class DenseTeacher:
-    """Teacher distributions over the vocabulary: states [X, E] and projection [V, E], or logits [X, V] and None."""
+    """Teacher's distributions: hidden states [X, E] and an output projection [V, E], or logits [X, V] and None."""
 
     hidden_XE: Tensor
     weight_VE: Tensor | None = None
@@ -46,32 +46,32 @@ class SparseTeacher:
 
 Teacher = DenseTeacher | SparseTeacher
 Output = Callable[[Tensor], Tensor] | None
-"""Function that converts products with a projection to logits. If None, the products are the logits."""
+"""Function that converts products of states and projection to logits. If None, the products are the logits."""
 
 
 def chunk_positions(vocab: int, device: torch.device) -> int:
-    """Return the number of positions per chunk."""
+    """Return the number of positions per chunk for a vocabulary size and a device."""
     kind = "cuda" if device.type == "cuda" else "cpu"
     return max(16, min(CHUNK_POSITIONS[kind], CHUNK_ELEMENTS[kind] // vocab))
 
 
 def block_rows(vocab: int, chunk: int, device: torch.device) -> int:
-    """Return the number of rows per block. On a GPU, blocks are chunks."""
+    """Return the number of rows per block of a chunk. On a GPU, a chunk is a single block."""
     return chunk if device.type == "cuda" else max(1, BLOCK_ELEMENTS * torch.get_num_threads() // vocab)
 
 
 class Targets(NamedTuple):
-    """Teacher's log-probabilities of the events of a block.
+    """Log-probabilities that a teacher assigns to the events of a block of positions.
 
-    Without `ids_RK`, the events are the tokens of the vocabulary: [R, V]. Otherwise they are the tokens `ids_RK` (int64
-    [R, K]) and, if F is K + 1, "any other": [R, F].
+    If `ids_RK` is None, the events are all tokens of the vocabulary (F = V). Otherwise, they are the tokens `ids_RK`
+    (int64 [R, K]) and, if F = K + 1, the event "any other token".
     """
 
     ids_RK: Tensor | None
     log_probs_RF: Tensor
 
     def top(self, count: int) -> Tensor:
-        """Return the most probable tokens, int64 [R, count], in descending order; fewer if the teacher has fewer."""
+        """Return the `count` most probable tokens, int64 [R, count], in descending order, or all if there are fewer."""
         if self.ids_RK is None:
             return self.log_probs_RF.topk(min(count, self.log_probs_RF.shape[1]), dim=1).indices
         known = self.ids_RK.shape[1]
@@ -79,10 +79,10 @@ class Targets(NamedTuple):
 
 
 class TeacherTargets:
-    """Log-probabilities of a teacher at `temperature`, chunk by chunk.
+    """Reader of a teacher's log-probabilities at `temperature`, chunk by chunk.
 
-    Raises ValueError if the drafter has another vocabulary, `top_k` is used at a temperature other than 1, or a sparse
-    teacher stores fewer than `top_k` tokens.
+    Raises ValueError if the vocabulary sizes differ, `top_k` is used at a temperature other than 1, or a sparse teacher
+    stores fewer than `top_k` tokens.
     """
 
     def __init__(self, teacher: Teacher, vocab: int, top_k: int | None = None, temperature: float = 1.0) -> None:
@@ -109,7 +109,7 @@ class TeacherTargets:
             self._logits_CV = self._product(self._teacher.hidden_XE.detach()[rows_C], self._teacher.weight_VE)
 
     def rows(self, rows_R: Tensor | slice) -> Targets:
-        """Return the log-probabilities at these rows of the chunk."""
+        """Return the teacher's log-probabilities at the given rows of the loaded chunk."""
         teacher, top_k = self._teacher, self._top_k
         if isinstance(teacher, SparseTeacher):
             assert top_k is not None
@@ -133,9 +133,10 @@ class TeacherTargets:
 
 
 def to_top_k_events(logits_RV: Tensor, ids_RK: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the drafter's log-probabilities of the events "token ids_k" and "any other" [R, F].
+    """Return the drafter's log-probabilities [R, F] of the tokens `ids_RK` and of the event "any other token".
 
-    The second result is each token's share of "any other" [R, V]. With K = V, F = K and the shares are 0.
+    The second result contains the probability of each token given this event [R, V]. If K = V, there is no such event:
+    F = K, and the second result is 0.
     """
     scores_RK = logits_RV.gather(1, ids_RK)
     if ids_RK.shape[1] == logits_RV.shape[1]:
@@ -148,12 +149,12 @@ def to_top_k_events(logits_RV: Tensor, ids_RK: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def to_events(targets: Targets, logits_RV: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return the drafter's log-probabilities of the events in `targets`; see `to_top_k_events`."""
+    """Return the drafter's log-probabilities of the events in `targets`; see `to_top_k_events` for the second result."""
     return (logits_RV.log_softmax(1), None) if targets.ids_RK is None else to_top_k_events(logits_RV, targets.ids_RK)
 
 
 def scatter_grad(grad_RF: Tensor, ids_RK: Tensor, rest_RV: Tensor) -> Tensor:
-    """Convert the gradient of the scores of `to_top_k_events` to that of all logits. Overwrites `rest_RV`."""
+    """Convert gradients of the events of `to_top_k_events` to gradients of all logits. Overwrites `rest_RV`."""
     known = ids_RK.shape[1]
     if grad_RF.shape[1] > known:
         rest_RV.mul_(grad_RF[:, known:])
@@ -161,7 +162,7 @@ def scatter_grad(grad_RF: Tensor, ids_RK: Tensor, rest_RV: Tensor) -> Tensor:
 
 
 def upcast(values: Tensor) -> Tensor:
-    """Convert to float32, or keep float64."""
+    """Convert a tensor to float32, unless it is float64."""
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
@@ -171,7 +172,7 @@ def divide_by_temperature(logits_RV: Tensor, temperature: float) -> Tensor:
 
 
 def product_type(values: Tensor) -> torch.dtype:
-    """Return the dtype of matrix products: that of autocast if it is enabled, else that of the values."""
+    """Return the dtype of matrix products: the autocast dtype if autocast is enabled, else the dtype of `values`."""
     kind = values.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else values.dtype
 
@@ -185,7 +186,7 @@ class Product:
         self._out_CV: Tensor | None = None
 
     def cast(self, weight_VD: Tensor) -> Tensor:
-        """Return a projection in the dtype of the products. Only the last one is cached."""
+        """Convert a projection to the dtype of the products. Only the most recent result is cached."""
         if self._weight_VD is not weight_VD:
             self._weight_VD = self._cast_VD = None
             self._weight_VD, self._cast_VD = weight_VD, weight_VD.detach().to(self._dtype)
@@ -193,7 +194,7 @@ class Product:
         return self._cast_VD
 
     def __call__(self, hidden_CD: Tensor, weight_VD: Tensor | None) -> Tensor:
-        """Return logits [C, V] of detached states [C, D]. Without a projection, the states are already logits."""
+        """Compute logits [C, V] from detached states [C, D], which already are logits if there is no projection."""
         if weight_VD is None:
             return hidden_CD
         if self._out_CV is None or len(self._out_CV) < len(hidden_CD):
@@ -204,7 +205,7 @@ class Product:
 
 
 class Plan:
-    """Computation of a fused loss in chunks. For the arguments, see `drafter.heads_mixture`."""
+    """Plan that splits the computation of a fused loss into chunks; for the arguments see `drafter.heads_mixture`."""
 
     def __init__(
         self,
@@ -239,7 +240,7 @@ class Plan:
             assert teacher_rows_XK is not None or self._targets.positions == len(labels_XK)
 
     def steps(self) -> Iterator[tuple[int, Tensor, Tensor | None]]:
-        """Yield each head's chunks: head index, positions int64 [C], and rows in the loaded teacher chunk or None."""
+        """Yield chunks as a head index, positions (int64 [C]) and rows in the loaded teacher chunk (None if unused)."""
         if self._targets is None:
             for head, rows in enumerate(self._labelled):
                 yield from ((head, rows_C, None) for rows_C in _even(rows, self._size))
@@ -262,7 +263,7 @@ class Plan:
                 yield from ((head, positions_C, local_C) for positions_C, local_C in parts)
 
     def score_chunk(self, head: int, rows_C: Tensor, target_rows_C: Tensor | None, logits_CV: Tensor) -> Tensor:
-        """Return the sum of a chunk's losses. The gradient overwrites `logits_CV`."""
+        """Return the sum of a chunk's losses, and overwrite `logits_CV` with the gradient."""
         labels_C, products_CV = self._labels_XK[rows_C, head], logits_CV
         if self._output is not None:
             with torch.enable_grad():
@@ -299,7 +300,7 @@ class Plan:
 
 
 def _even(rows: Tensor, size: int) -> Sequence[Tensor]:
-    """Split rows into parts of similar length, at most `size`, because products with few rows are slow."""
+    """Split rows into nearly equal parts of at most `size`, because matrix products with few rows are slow."""
     return rows.split(-(-len(rows) // -(-len(rows) // size))) if len(rows) else ()
 
 
@@ -308,7 +309,7 @@ def _scale(loss_R: Tensor, grad_RF: Tensor, weight: float) -> tuple[Tensor, Tens
 
 
 def _sum(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Add losses and gradients of several objectives. The first gradient is overwritten."""
+    """Add the losses and gradients of several objectives. Overwrites the first gradient."""
     (loss_R, grad_RF), *rest = parts
     for other_R, other_RF in rest:
         loss_R, grad_RF = loss_R + other_R, grad_RF.add_(other_RF)
@@ -316,7 +317,7 @@ def _sum(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 
 
 class FusedLoss(torch.autograd.Function):
-    """Losses and gradients in one pass; `backward` only scales the gradients that `forward` computed."""
+    """Autograd function that computes losses and gradients in `forward`; `backward` only scales the gradients."""
 
     @staticmethod
     def forward(ctx: Any, plan: Plan, with_grad: bool, features_XKD: Tensor, *projections: Tensor | None) -> Tensor:
@@ -358,7 +359,7 @@ class FusedLoss(torch.autograd.Function):
 
 
 def _add_outer(sum_VD: Tensor | None, grad_CV: Tensor, hidden_CD: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return sum_VD + grad_CV.T @ hidden_CD, accumulated in `dtype`; overwrites `sum_VD`."""
+    """Return sum_VD + grad_CV.T @ hidden_CD, accumulated in `dtype`. Overwrites `sum_VD`, which may be None."""
     if sum_VD is None:
         return (grad_CV.T @ hidden_CD).to(dtype)
     if grad_CV.dtype == dtype:

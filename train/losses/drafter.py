@@ -41,15 +41,15 @@ def mixture(
     chunk: int | None = None,
     top_k: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the sum over positions of Σ_name weights[name] · objective, and the number of positions (int64).
+    """Return the weighted sum of the objectives over all labelled positions, and the number of these positions.
 
     Logits are `hidden_XD @ weight_VD.T`, or `hidden_XD` if `weight_VD` is None. Positions with the label −100 are
     skipped. In objectives other than cross-entropy, `temperature` divides the logits of drafter and teacher, and the
-    loss is multiplied by temperature² (Hinton et al. 2015, arXiv 1503.02531, section 2). `top_k` merges the teacher's
-    other tokens into one event. `chunk` is the number of positions per chunk (None: by vocabulary and device).
+    loss is multiplied by temperature² (Hinton et al. 2015, arXiv 1503.02531, section 2). With `top_k`, all tokens except
+    the teacher's `top_k` most likely tokens count as one event. `chunk` is the number of positions per chunk.
 
-    The sum is a scalar (float32, or float64 if `hidden_XD` is) that can be differentiated once. Raises ValueError if an
-    objective needs a teacher and there is none, and as `chunks.TeacherTargets` does.
+    The sum is a scalar (float32, or float64 if `hidden_XD` is) that can be differentiated once; the number is int64.
+    Raises ValueError if an objective needs a teacher but there is none, or if `chunks.TeacherTargets` does.
     """
     sums_K, counts_K = heads_mixture(
         weights, hidden_XD[:, None], [weight_VD], labels_X[:, None], teacher, None, temperature, chunk, top_k
@@ -69,13 +69,13 @@ def heads_mixture(
     top_k: int | None = None,
     output: Output = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the sum of `mixture` for each head, [K], and the numbers of positions, int64 [K].
+    """Return the results of `mixture` for each head: weighted sums [K] and numbers of positions (int64 [K]).
 
     This is Medusa's loss (Cai et al. 2024, arXiv 2401.10774, equation 1) for cross-entropy, and its self-distillation
     (section 2.3.2) for a divergence. Logits of head k are `features_XKD[:, k] @ projections[k].T`; heads may share a
-    projection [V, D]. `labels_XK` are those of `head_labels`. `teacher_rows_XK` (int64) is the teacher's row for
-    labels_XK[x, k] (None: row x); its logits are computed once for all heads. `output` turns the products
-    [C, V] into logits (None: they are logits). For the other arguments and errors see `mixture`.
+    projection [V, D]. `labels_XK` contains rows of `head_labels`. `teacher_rows_XK` (int64) contains the teacher's row
+    for labels_XK[x, k] (default: row x); the logits of a row are computed once for all heads. `output` converts the
+    products [C, V] to logits (default: the products are the logits). For other arguments and errors, see `mixture`.
     """
     plan = Plan(
         weights, features_XKD, projections, labels_XK, teacher, teacher_rows_XK, temperature, chunk, top_k, output
@@ -114,7 +114,8 @@ def map_labels(ids: Tensor, vocab: int, labels: Tensor) -> Tensor:
 def restrict_teacher(ids: Tensor, vocab: int, teacher: Teacher) -> Teacher:
     """Return a teacher's distribution conditional on the tokens `ids` of the vocabulary.
 
-    Other tokens of a sparse teacher are replaced by unused tokens of `ids`, which share the remaining probability.
+    Tokens of a sparse teacher that are not in `ids` are replaced by unused tokens of `ids`, which share the remaining
+    probability.
     """
     if isinstance(teacher, DenseTeacher):
         return DenseTeacher(*select_tokens(ids, teacher.hidden_XE, teacher.weight_VE))
@@ -135,7 +136,7 @@ def restrict_teacher(ids: Tensor, vocab: int, teacher: Teacher) -> Teacher:
 
 
 def shifted_labels(labels_BT: Tensor, documents_BT: Tensor, offset: int) -> Tensor:
-    """Return the label of token t + offset at t, int64 [B, T]; −100 if not supervised or of another document."""
+    """Shift labels so that position t has the label of token t + `offset`, or −100 across documents; int64 [B, T]."""
     assert offset >= 1, offset
     assert labels_BT.shape == documents_BT.shape, (labels_BT.shape, documents_BT.shape)
     shifted_BT = torch.full_like(labels_BT, IGNORED)
@@ -146,7 +147,7 @@ def shifted_labels(labels_BT: Tensor, documents_BT: Tensor, offset: int) -> Tens
 
 
 def head_labels(labels_BT: Tensor, documents_BT: Tensor, num_heads: int) -> Tensor:
-    """Return labels int64 [B, T, K]: head k (from 0) predicts token t + 2 + k at t (arXiv 2401.10774, section 2.2)."""
+    """Return labels int64 [B, T, K]: at t, head k (from 0) predicts token t + 2 + k (arXiv 2401.10774, section 2.2)."""
     return torch.stack([shifted_labels(labels_BT, documents_BT, 2 + k) for k in range(num_heads)], dim=-1)
 
 
@@ -161,7 +162,7 @@ def _blocks_of_logits(
 ) -> Iterator[tuple[Tensor, Tensor, Targets | None]]:
     """Yield labels int64 [R], logits [R, V] and teacher targets for each block of positions with a label.
 
-    The arguments are those of `mixture`; tokens outside `proposed` have a logit of −∞.
+    The arguments are those of `mixture`. Tokens that are not in `proposed` have a logit of −∞.
     """
     assert labels_X.shape == hidden_XD.shape[:1], (hidden_XD.shape, labels_X.shape)
     vocab = hidden_XD.shape[1] if weight_VD is None else weight_VD.shape[0]
@@ -190,7 +191,7 @@ def _blocks_of_logits(
 
 @dataclass(frozen=True, slots=True)
 class LabelHits:
-    """Sums over positions with a label: cross-entropy (nats), labels in the top 1 and in the top 5, and positions."""
+    """Sums over positions with a label: cross-entropy in nats, top-1 and top-5 hits, and number of positions."""
 
     loss: Tensor
     top1: Tensor
@@ -202,7 +203,7 @@ class LabelHits:
 def label_hits(
     hidden_XD: Tensor, weight_VD: Tensor | None, labels_X: Tensor, chunk: int | None = None, output: Output = None
 ) -> LabelHits:
-    """Compute how well a drafter predicts the labels; see `heads_mixture` for the arguments."""
+    """Compute the cross-entropy, top-1 hits and top-5 hits of labels; see `heads_mixture` for the arguments."""
     loss = torch.zeros((), dtype=torch.promote_types(hidden_XD.dtype, torch.float32), device=labels_X.device)
     top1, top5 = (torch.zeros((), dtype=torch.int64, device=labels_X.device) for _ in range(2))
     for labels_R, logits_RV, _ in _blocks_of_logits(hidden_XD, weight_VD, labels_X, chunk, output=output):
@@ -219,11 +220,11 @@ def label_hits(
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """Sums of agreement metrics over positions with a label.
+    """Metrics of the agreement between drafter and teacher, summed over positions with a label.
 
     `overlap` is Σ_v min(p(v), q(v)), the probability that a draft token is accepted (Leviathan et al. 2023, arXiv
-    2211.17192, lemma 3.3; an upper bound for a `SparseTeacher`). `top1` counts equal top tokens, `top5` sums the shares
-    of common tokens in the top five, and `count` is the number of positions.
+    2211.17192, lemma 3.3; an upper bound for a `SparseTeacher`). `top1` counts equal top tokens, `top5` sums the
+    fraction of the five top tokens that both have in common, and `count` is the number of positions.
     """
 
     overlap: Tensor
@@ -241,7 +242,7 @@ def agreement(
     chunk: int | None = None,
     proposed: Tensor | None = None,
 ) -> Agreement:
-    """Compute the agreement of a drafter and its teacher at temperature 1. Raises ValueError if vocabularies differ."""
+    """Measure how a drafter agrees with its teacher at temperature 1. Raises ValueError if the vocabularies differ."""
     overlap, top5 = torch.zeros((), device=labels_X.device), torch.zeros((), device=labels_X.device)
     top1 = torch.zeros((), dtype=torch.int64, device=labels_X.device)
     for _, logits_RV, targets in _blocks_of_logits(hidden_XD, weight_VD, labels_X, chunk, teacher, proposed):

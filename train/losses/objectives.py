@@ -5,7 +5,7 @@ p is the teacher's distribution, q the drafter's, α = Σ_v min(p_v, q_v) the pr
 (Leviathan et al. 2023, arXiv 2211.17192, definition 3.2 and lemma 3.3), z the drafter's logits.
 
 A divergence takes log q (finite) and log p (may be −∞). It returns the loss of each position and the analytic
-gradient of their sum with respect to z.
+gradient of their sum with respect to z, to which the formulas below refer.
 """
 
 import math
@@ -27,7 +27,7 @@ Divergence = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def cross_entropy_chunk(logits_CV: Tensor, labels_C: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute −log q_label from logits; ∂/∂z = q − onehot(label)."""
+    """Compute the cross-entropy −log q_label from logits, and its gradient q − onehot(label)."""
     labels_C1 = labels_C[:, None]
     grad_CV = logits_CV.softmax(1)
     loss_C1 = logits_CV.amax(1, keepdim=True) - grad_CV.amax(1, keepdim=True).log_() - logits_CV.gather(1, labels_C1)
@@ -36,14 +36,14 @@ def cross_entropy_chunk(logits_CV: Tensor, labels_C: Tensor) -> tuple[Tensor, Te
 
 
 def forward_kl_chunk(log_drafter_CV: Tensor, log_teacher_CV: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute KL(p ‖ q) = Σ_v p_v · (log p_v − log q_v); ∂/∂z = q − p (Hinton et al. 2015, arXiv 1503.02531, § 2)."""
+    """Compute the forward KL divergence Σ p · (log p − log q) and its gradient q − p (arXiv 1503.02531, section 2)."""
     teacher_CV = log_teacher_CV.exp()
     gap_CV = _without_infinity(log_teacher_CV).sub_(log_drafter_CV)
     return gap_CV.mul_(teacher_CV).sum(1), log_drafter_CV.exp().sub_(teacher_CV)
 
 
 def reverse_kl_chunk(log_drafter_CV: Tensor, log_teacher_CV: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute KL(q ‖ p) = Σ_v q_v · g_v with g = log q − log p; ∂/∂z = q · (g − KL).
+    """Compute the reverse KL divergence Σ_v q_v · g_v with g = log q − log p, and its gradient q · (g − KL).
 
     Sources: MiniLLM (Gu et al. 2023, arXiv 2306.08543, section 2.1), DistillSpec (Zhou et al. 2023, arXiv 2310.08461,
     section 4). log p is clamped to −100 (`LOG_FLOOR`), since the exact value is infinite if p is 0 and q is not.
@@ -55,9 +55,10 @@ def reverse_kl_chunk(log_drafter_CV: Tensor, log_teacher_CV: Tensor) -> tuple[Te
 
 
 def jensen_shannon_chunk(log_drafter_CV: Tensor, log_teacher_CV: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute ½ · KL(p ‖ m) + ½ · KL(q ‖ m), m = (p + q) / 2; ∂/∂z = ½ · q · (g − Σ q · g) with g = log q − log m.
+    """Compute the Jensen-Shannon divergence ½ · KL(p ‖ m) + ½ · KL(q ‖ m) with m = (p + q) / 2, and its gradient.
 
-    This is at most log 2. DistillSpec (arXiv 2310.08461, section 4) generalises it; β = ½ here.
+    The gradient is ½ · q · (g − Σ q · g) with g = log q − log m. The divergence is at most log 2. It is the case β = ½
+    of the generalised divergence of DistillSpec (arXiv 2310.08461, section 4).
     """
     drafter_CV = log_drafter_CV.exp()
     log_middle_CV = torch.logaddexp(log_drafter_CV, log_teacher_CV).sub_(math.log(2.0))
@@ -68,10 +69,10 @@ def jensen_shannon_chunk(log_drafter_CV: Tensor, log_teacher_CV: Tensor) -> tupl
 
 
 def total_variation_chunk(log_drafter_CV: Tensor, log_teacher_CV: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute ½ · Σ_v |p_v − q_v| = 1 − α; ∂/∂z = q · Σ s − s with s = q where q < p, else 0.
+    """Compute the total variation ½ · Σ |p − q| = 1 − α, and its gradient q · Σ s − s (s = q where q < p, else 0).
 
-    This is the expected share of draft tokens that speculative decoding rejects (Leviathan et al. 2023, lemma 3.3; as
-    an objective: DistillSpec). At p = q, where the minimum is not differentiable, s is 0.
+    This is the expected fraction of draft tokens that speculative decoding rejects (Leviathan et al. 2023, lemma 3.3).
+    DistillSpec uses it as an objective. At p = q, where the minimum is not differentiable, s is 0.
     """
     drafter_CV, least_CV = log_drafter_CV.exp(), log_teacher_CV.exp()
     short_CV = drafter_CV * (drafter_CV < least_CV)  # q where a higher q would increase acceptance
@@ -80,10 +81,10 @@ def total_variation_chunk(log_drafter_CV: Tensor, log_teacher_CV: Tensor) -> tup
 
 
 def lk_alpha_chunk(log_drafter_CV: Tensor, log_teacher_CV: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute −log α; ∂/∂z = (∂(1 − α)/∂z) / α (LK losses: Samarin et al. 2026, arXiv 2602.23881).
+    """Compute −log α and its gradient (∂(1 − α)/∂z) / α (LK losses: Samarin et al. 2026, arXiv 2602.23881).
 
     The gradient does not vanish if p and q hardly overlap, and equals that of cross-entropy if p is one-hot. log α =
-    log Σ exp(min(log p, log q)) is computed in log space, so that tiny α do not underflow.
+    log Σ exp(min(log p, log q)) is computed in log space, so that a small α does not underflow.
     """
     least_CV = torch.minimum(log_drafter_CV, log_teacher_CV)
     part_CV = least_CV.softmax(1)
@@ -93,10 +94,10 @@ def lk_alpha_chunk(log_drafter_CV: Tensor, log_teacher_CV: Tensor) -> tuple[Tens
 
 
 def lk_lambda_chunk(log_drafter_CV: Tensor, log_teacher_CV: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute λ · KL(p ‖ q) + (1 − λ) · (1 − α), λ = exp(−η · α) without gradient.
+    """Compute λ · KL(p ‖ q) + (1 − λ) · (1 − α), where λ = exp(−η · α) has no gradient.
 
     The loss changes from forward KL to total variation as the overlap grows (LK losses: Samarin et al. 2026, arXiv
-    2602.23881, which recommends η = 3). λ is per position; the authors' code uses the mean α of a batch.
+    2602.23881, which recommends η = 3). λ is computed per position; the authors' code uses the mean α of a batch.
     """
     kl_C, grad_CV = forward_kl_chunk(log_drafter_CV, log_teacher_CV)
     rejected_C, rejected_grad_CV = total_variation_chunk(log_drafter_CV, log_teacher_CV)
@@ -122,34 +123,34 @@ OBJECTIVES = (LABELS, *DIVERGENCES)
 
 
 def needs_teacher(names: Iterable[str]) -> bool:
-    """Check if one of these objectives learns from a teacher."""
+    """Check if at least one of the named objectives requires a teacher."""
     return any(name != LABELS for name in names)
 
 
 @dataclass(frozen=True, slots=True)
 class Ramp:
-    """Weight that changes linearly from `start` to `end` until the share `until` of a run, and is then constant."""
+    """Weight that changes linearly from `start` to `end` up to progress `until`, and then stays constant."""
 
     start: float
     end: float
     until: float = 1.0
 
     def at(self, progress: float) -> float:
-        """Return the weight at a progress from 0 (start of the run) to 1 (end)."""
+        """Return the weight at the given progress, from 0 (start of the run) to 1 (end)."""
         if progress >= self.until:
             return self.end
         return self.start + (self.end - self.start) * max(progress, 0.0) / self.until
 
 
 def parse_weights(weights: Mapping[str, float | Sequence[float]]) -> dict[str, Ramp]:
-    """Parse weights of objectives: a number, [start, end], or [from, to, share of the run at which `to` is reached].
+    """Convert objective weights (a number, [start, end] or [start, end, progress at which `end` is reached]) to ramps.
 
-    Raises ValueError if there is no objective or an unknown one, a weight is invalid or always 0, or all weights are 0
-    at the start or the end.
+    Raises ValueError if there are no objectives, an objective is unknown, a weight is invalid or always 0, or all
+    weights are 0 at the start or at the end of a run.
     """
     known = ", ".join(OBJECTIVES)
     if not weights:
-        raise ValueError(f"no objective was given: set the weights of some of: {known}")
+        raise ValueError(f"no objective was given: set the weight of at least one of {known}")
     for name in weights:
         if name not in OBJECTIVES:
             raise ValueError(f"unknown objective {name!r}, expected one of: {known}.{did_you_mean(name, OBJECTIVES)}")
@@ -162,7 +163,7 @@ def parse_weights(weights: Mapping[str, float | Sequence[float]]) -> dict[str, R
 
 
 def weights_at(ramps: Mapping[str, Ramp], progress: float) -> dict[str, float]:
-    """Return the nonzero weights at this progress."""
+    """Return the objective weights at the given progress of the run (0 to 1), without those that are 0."""
     return {name: weight for name, ramp in ramps.items() if (weight := ramp.at(progress))}
 
 

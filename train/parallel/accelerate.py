@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from ..config import FitConfig
 
 _TIMEOUT = timedelta(hours=6)
-"""Timeout of processes that wait for one that prepares a corpus or evaluates."""
+"""Maximum time to wait for a process that prepares a corpus or evaluates."""
 _SIZED_BY_MODEL = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
 
 
 def make_accelerator(precision: str, **options: Any) -> Any:
-    """Return an `accelerate.Accelerator` for the launched processes; `options` are passed to it.
+    """Create an `accelerate.Accelerator` for the launched processes, with `options` as additional arguments.
 
     Raises ValueError for unsupported parallelism or precision, or if the processes do not form one group.
     """
@@ -66,7 +66,7 @@ def _quiet_deepspeed(on_cpu: bool) -> None:
 def _check_launch(accelerator: Any, launched: int, with_deepspeed: bool) -> None:
     kind, visible = accelerator.distributed_type.value, accelerator.num_processes
     if kind in ("FSDP", "MEGATRON_LM", "XLA"):
-        raise ValueError(f"training under {kind} is not supported; sharded training is DeepSpeed's ZeRO 1, 2 or 3")
+        raise ValueError(f"training under {kind} is not supported: use DeepSpeed ZeRO 1, 2 or 3 to shard a model")
     if visible != launched or (with_deepspeed and kind != "DEEPSPEED"):
         launch = f"{launched} processes{' under DeepSpeed' if with_deepspeed else ''}"
         raise ValueError(f"{launch} were launched, but this one sees {visible} ({kind}): check the accelerate config")
@@ -77,19 +77,19 @@ def _is_set(variable: str) -> bool:
 
 
 def zero_stage(accelerator: Any) -> int:
-    """Return DeepSpeed's ZeRO stage, 1 to 3, or 0 without DeepSpeed."""
+    """Return DeepSpeed's ZeRO stage (1 to 3), or 0 if DeepSpeed is not used."""
     return int(accelerator.deepspeed_plugin.zero_stage) if accelerator.distributed_type.value == "DEEPSPEED" else 0
 
 
 def configure(accelerator: Any, config: FitConfig, micro_steps: int) -> None:
-    """Write the recipe's settings into DeepSpeed's configuration before `prepare`. Raises ValueError on conflicts."""
+    """Write the settings of a run into DeepSpeed's configuration, if it is used. Raises ValueError on conflicts."""
     accelerator.gradient_accumulation_steps = micro_steps
     if accelerator.distributed_type.value != "DEEPSPEED":
         return
     settings: dict[str, Any] = accelerator.deepspeed_plugin.deepspeed_config
     zero: dict[str, Any] = settings["zero_optimization"]
     if zero.get("stage") not in (1, 2, 3):
-        raise ValueError(f"the ZeRO stage must be 1, 2 or 3, got {zero.get('stage')}; else launch without DeepSpeed")
+        raise ValueError(f"the ZeRO stage must be 1, 2 or 3, got {zero.get('stage')} (or do not use DeepSpeed)")
     for name in ("optimizer", "scheduler"):
         if name in settings:
             raise ValueError(f"DeepSpeed's configuration sets {name!r}, which the recipe determines: remove it")
@@ -113,7 +113,7 @@ def configure(accelerator: Any, config: FitConfig, micro_steps: int) -> None:
 
 
 class Stepper:
-    """Backward passes, gradient norm and optimizer steps, with and without DeepSpeed."""
+    """Helper for backward passes, gradient norms and optimizer steps, with or without DeepSpeed."""
 
     def __init__(self, accelerator: Any, module: nn.Module, optimizer: Any, clip_norm: float) -> None:
         self._accelerator, self._optimizer = accelerator, optimizer
@@ -130,13 +130,13 @@ class Stepper:
 
     @property
     def scales_loss(self) -> bool:
-        """True if float16 gradients are scaled, so that overflows are expected occasionally."""
+        """True if the loss is scaled for float16 training, in which gradients overflow occasionally."""
         if self._engine is not None:
             return bool(self._engine.fp16_enabled())
         return self._accelerator.scaler is not None
 
     def backward(self, loss: Tensor) -> None:
-        """Accumulate the mean gradient of `loss` over micro steps. The last call averages over the processes."""
+        """Run the backward pass of a micro-batch. Gradients are averaged over all micro-batches and processes."""
         if self._engine is None:
             self._accelerator.backward(loss)
             return
@@ -145,7 +145,7 @@ class Stepper:
         self._engine.backward(loss)
 
     def norm(self) -> float:
-        """Return the gradient norm before clipping, which may be infinite or NaN. Clip except under DeepSpeed."""
+        """Return the gradient norm, which may be infinite or NaN, and then clip gradients unless DeepSpeed does."""
         if self._engine is None:
             return float(torch.as_tensor(self._accelerator.clip_grad_norm_(self._parameters, self._clip_norm)))
         zero = self._engine.optimizer
@@ -164,7 +164,7 @@ class Stepper:
         self._optimizer.zero_grad()
 
     def discard(self) -> None:
-        """Clear the gradient. Weights and optimizer state stay unchanged."""
+        """Clear the gradient without changing the weights or the optimizer state."""
         if self._engine is None:
             if self._accelerator.scaler is not None:
                 self._accelerator.scaler.update()  # lowers the scale after gradients that are not finite
@@ -186,7 +186,7 @@ class Stepper:
 
 @contextmanager
 def gather_weights(accelerator: Any, module: nn.Module) -> Iterator[None]:
-    """Gather all weights of a prepared `module` within the context, for reading only. All processes must enter."""
+    """Gather all weights of a sharded `module` within a context, read-only. All processes must enter the context."""
     if zero_stage(accelerator) < 3:
         yield
         return

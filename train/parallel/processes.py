@@ -1,4 +1,4 @@
-"""Functions that run only in the main process, and handlers of signals that stop a run."""
+"""Handling of signals, errors and the main process in runs of one or several processes."""
 
 import signal
 import sys
@@ -13,7 +13,7 @@ _NO_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
 
 
 class Interrupted(Exception):  # noqa: N818 - not an error, like KeyboardInterrupt
-    """Raised when a signal stopped the training after its state was saved; `signal_number` is the signal."""
+    """Raised when a signal stopped a command after its state was saved; `signal_number` is the signal."""
 
     def __init__(self, signal_number: int, message: str) -> None:
         super().__init__(message)
@@ -30,7 +30,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 class StopSignals:
-    """Context in which SIGINT and SIGTERM only set `received`; a second SIGINT raises KeyboardInterrupt."""
+    """Context manager in which SIGINT and SIGTERM only set `received`. A second SIGINT raises KeyboardInterrupt."""
 
     def __init__(self) -> None:
         self.received: int | None = None
@@ -54,7 +54,7 @@ class StopSignals:
 
 
 def on_main(accelerator: Any, work: Callable[[], object]) -> None:
-    """Run `work` in the main process while the others wait. If it fails, all processes end."""
+    """Run `work` in the main process while the other processes wait. If it fails, all processes end."""
     if accelerator.is_main_process:
         work()
     accelerator.wait_for_everyone()
@@ -68,7 +68,7 @@ def from_main(accelerator: Any, work: Callable[[], Result]) -> Result:
 
 
 def is_peer_failure(error: BaseException) -> bool:
-    """Check if an error was caused by another process that ended."""
+    """Check if an error was caused by the end of another process of the same run."""
     if not isinstance(error, RuntimeError) or "torch" not in sys.modules:
         return False
     from torch import distributed

@@ -1,4 +1,4 @@
-"""Gathering and scattering of weights and AdamW state that DeepSpeed has sharded, for checkpoints."""
+"""Gathering and scattering of weights and AdamW states that DeepSpeed shards, for checkpoints."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -13,9 +13,10 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def gather_state(accelerator: Any, module: nn.Module) -> dict[str, Tensor] | None:
-    """Gather the weights and buffers of a prepared `module` on the CPU. Returns None outside the main process.
+    """Gather the weights and buffers of a sharded `module` on the CPU of the main process.
 
-    Names are unwrapped, trained weights are float32, and tied weights are one tensor. All processes must call this.
+    Names have no wrapper prefix, trained weights are float32, and tied weights are one tensor. All processes must call
+    this function; the other processes receive None.
     """
     bare = accelerator.unwrap_model(module)
     copies: dict[int, Tensor | None] = {}
@@ -44,7 +45,7 @@ def _gather_tensor(accelerator: Any, name: str, tensor: Tensor) -> Tensor | None
 
 
 def unshard(accelerator: Any, module: nn.Module) -> None:
-    """Undo ZeRO-3 sharding after training, so that each process has all weights. All processes must call this."""
+    """Undo ZeRO-3 sharding after training, so that every process has all weights. All processes must call this."""
     if zero_stage(accelerator) < 3:
         return
     from deepspeed import zero
@@ -63,9 +64,10 @@ def unshard(accelerator: Any, module: nn.Module) -> None:
 
 
 def gather_optimizer(accelerator: Any, groups: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """Gather AdamW's state as a `state_dict` of the unsharded optimizer. Returns None outside the main process.
+    """Gather AdamW's state in the main process, as a `state_dict` of the unsharded optimizer.
 
-    `groups` are the parameter groups before `prepare`. All processes must call this.
+    `groups` are the parameter groups before `accelerator.prepare`. All processes must call this function; the other
+    processes receive None.
     """
     from deepspeed.utils import safe_get_full_optimizer_state
 
@@ -88,16 +90,13 @@ def gather_optimizer(accelerator: Any, groups: Sequence[Mapping[str, Any]]) -> d
 
 
 def scatter_weights(accelerator: Any, module: nn.Module, file: Path) -> None:
-    """Load a safetensors file into a module prepared by DeepSpeed and its float32 copies.
-
-    All processes must call this.
-    """
+    """Load a safetensors file into a DeepSpeed module and its float32 weights. All processes must call this."""
     from safetensors import safe_open
 
     bare = accelerator.unwrap_model(module)
     with safe_open(file, framework="pt") as weights:
         tensors = bare.state_dict(keep_vars=True)
-        for name in weights.keys():  # noqa: SIM118 (tied ones are stored once)
+        for name in weights.keys():  # noqa: SIM118 (tied weights are stored once)
             _set_tensor(accelerator, tensors[name], weights.get_tensor(name))
 
 
@@ -113,7 +112,7 @@ def _set_tensor(accelerator: Any, tensor: Tensor, value: Tensor) -> None:
 
 
 def _set_master(parameter: Any, value: Tensor, key: str | None) -> None:
-    """Write this process's shard of a float32 weight (if `key` is None) or of one of its AdamW moments."""
+    """Write this process's shard of a float32 weight or, if `key` is given, of this AdamW moment of the weight."""
     from deepspeed import utils
 
     if not hasattr(parameter, "ds_id"):
@@ -135,7 +134,7 @@ def _set_master(parameter: Any, value: Tensor, key: str | None) -> None:
 
 
 def scatter_optimizer(accelerator: Any, groups: Sequence[Mapping[str, Any]], saved: Mapping[str, Any]) -> None:
-    """Load AdamW's state, saved by `gather_optimizer` or an unsharded torch AdamW, into DeepSpeed's shards."""
+    """Load AdamW's state, saved by `gather_optimizer` or by an unsharded torch AdamW, into DeepSpeed's shards."""
     engine = accelerator.deepspeed_engine_wrapped.engine
     states = saved["state"]
     if not states:
@@ -151,7 +150,7 @@ def scatter_optimizer(accelerator: Any, groups: Sequence[Mapping[str, Any]], sav
 
 
 def _link_moments(engine: Any) -> None:
-    """Link parameters to their AdamW moments, because ZeRO 1 and 2 only do so at the first step."""
+    """Link parameters to their AdamW moments, because ZeRO 1 and 2 do this only in the first step."""
     if engine.zero_optimization_stage() < 3:
         engine.optimizer._hp_optimizer_states_linked = False
         engine.optimizer._lazy_init_hp_params_optimizer_state()

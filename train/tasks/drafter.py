@@ -1,4 +1,4 @@
-"""Training of drafters: causal LMs or encoder-decoders, on labels, on a teacher's distribution, or on both.
+"""Training of drafters (causal LMs or encoder-decoders) on labels, on a teacher's distributions, or on both.
 
 Letters: B batch (blocks), T tokens, X = B · T flattened positions, D hidden of the drafter, E hidden of the teacher,
 V vocabulary.
@@ -32,7 +32,7 @@ Weight = float | Sequence[float]
 
 
 class DrafterModule(nn.Module):
-    """Language model whose forward pass returns its loss. The teacher is neither trained, nor wrapped, nor saved."""
+    """Drafter whose forward pass returns its training loss. The teacher is neither trained nor saved with it."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class DrafterModule(nn.Module):
         self.model = model
         self.temperature, self.top_k, self.parallel = temperature, top_k, parallel
         self.progress = 0.0
-        """Completed share of the run, on which the weights of the objectives depend."""
+        """Completed fraction of the run (0 to 1), which determines the weights of the objectives."""
         self._weights = parse_weights(objective)
         self._forward = make_forward(model)
         if parallel is not None:
@@ -65,10 +65,10 @@ class DrafterModule(nn.Module):
     def forward(
         self, tokens_BT: Tensor, labels_BT: Tensor, positions_BT: Tensor, documents_BT: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return the sum of the objective over supervised positions (float32) and their number (int64); see `Batch`.
+        """Return the sum of the loss over supervised positions (float32), and their number (int64).
 
-        In parallel drafting, the returned number excludes mask tokens. The returned sum is this number times the mean
-        objective over all supervised positions, including mask tokens.
+        The arguments are the fields of `Batch`. For parallel drafting, the number excludes mask tokens, and the sum is
+        this number times the mean loss over all supervised positions, including mask tokens.
         """
         batch = Batch(tokens_BT, labels_BT, positions_BT, documents_BT)
         weights = weights_at(self._weights, self.progress)
@@ -90,11 +90,11 @@ class DrafterModule(nn.Module):
         sums_1, counts_1 = heads_mixture(weights, hidden_XD[:, None], [weight_VD], *arguments, top_k=self.top_k)
         if count is None:
             return sums_1[0], counts_1[0]
-        return sums_1[0] * (count / counts_1[0].clamp(min=1)), count  # of mask tokens too
+        return sums_1[0] * (count / counts_1[0].clamp(min=1)), count  # the mean includes mask tokens
 
     @property
     def proposed(self) -> Tensor | None:
-        """Ids of the draft vocabulary (int64), on the model's device; None if the drafter proposes all tokens."""
+        """Token ids of the draft vocabulary (int64) on the model's device, or None if all tokens can be drafted."""
         return kept_tokens(self.model)
 
     def states(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
@@ -102,7 +102,7 @@ class DrafterModule(nn.Module):
         return self._forward(batch).flatten(0, 1), self._forward.weight_VD()
 
     def read_directly(self) -> list[nn.Parameter]:
-        """Return the parameters that `forward` reads without calling their layer, which ZeRO-3 must gather."""
+        """Return parameters that `forward` reads without calling their layer, so that ZeRO-3 can gather them."""
         weight_VD = self._forward.weight_VD()
         return [weight_VD] if isinstance(weight_VD, nn.Parameter) else []
 
@@ -113,13 +113,13 @@ class DrafterModule(nn.Module):
 
 
 class DrafterTask(Task):
-    """Task that trains a drafter on data, on a teacher's distribution, or on both; see `loop.fit.Task`.
+    """Task that trains a drafter on labels, on a teacher's distributions, or on both.
 
-    `objective` is described in `objectives.parse_weights`, `top_k` and `temperature` in `losses.drafter.mixture`. With
-    `on_policy`, a share of the responses is sampled from the drafter. Evaluations use `evaluate_blocks` blocks of
-    `heldout` (None: all), compare with `eval_teacher`, and add the metrics that `evaluate_fn` returns for the model.
+    See `objectives.parse_weights` for `objective`, and `losses.drafter.mixture` for `top_k` and `temperature`. With
+    `on_policy`, some of the responses are sampled from the drafter. Evaluations use the first `evaluate_blocks` blocks
+    of `heldout` (all if None), compare with `eval_teacher`, and include the metrics that `evaluate_fn(model)` returns.
 
-    Raises ValueError if the weights are invalid, vocabularies differ, or cross-entropy is used with `on_policy`.
+    Raises ValueError if the weights are invalid, the vocabularies differ, or `on_policy` is used with cross-entropy.
     """
 
     name = "drafter"
@@ -178,11 +178,11 @@ class DrafterTask(Task):
 
     @torch.no_grad()
     def evaluate(self, module: nn.Module) -> dict[str, float]:
-        """Return metrics on held-out blocks, in the precision of the training.
+        """Evaluate the drafter on held-out blocks, in the precision used for training, and return the metrics.
 
-        Labels give `heldout_loss` (nats per token the drafter can propose), `perplexity`, `top1_accuracy` and
-        `top5_accuracy`; `eval_teacher` gives `overlap`, `top1_agreement` and `top5_agreement` (see `losses.drafter`).
-        The metrics of `evaluate_fn` are measured without autocast.
+        Metrics of the labels are `heldout_loss` (nats per token that the drafter can propose), `perplexity`,
+        `top1_accuracy` and `top5_accuracy`. With `eval_teacher`, `overlap`, `top1_agreement` and `top5_agreement` are
+        added (see `losses.drafter.Agreement`). The metrics of `evaluate_fn` are computed without autocast.
         """
         assert isinstance(module, DrafterModule)
         sums: dict[str, float] = {}
@@ -215,7 +215,7 @@ class DrafterTask(Task):
 
 
 def blocks_in_order(data: PreparedData | None, blocks: int | None, device: torch.device) -> Iterator[Batch]:
-    """Yield the first `blocks` blocks of `data` (None: all) in batches."""
+    """Yield the first `blocks` blocks of `data`, or all blocks if `blocks` is None, in batches."""
     numbers = range(0 if data is None else data.blocks)[:blocks]
     for start in range(0, len(numbers), _EVALUATED_TOGETHER):
         assert data is not None

@@ -31,7 +31,7 @@ _LOGIT_TOLERANCE = 0.02  # relative to the largest logit; 16-bit rounding stays 
 
 
 class HeadsModule(nn.Module):
-    """Heads whose forward pass returns their loss; the frozen target runs once per batch and is not a submodule."""
+    """Prediction heads whose forward pass returns their training loss. The frozen target is not a submodule."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class HeadsModule(nn.Module):
         self.temperature = temperature
         self.head_weights, self.num_heads = tuple(map(float, head_weights)), len(head_weights)
         self.progress = 0.0
-        """Completed share of the run, on which the weights of the objectives depend."""
+        """Completed fraction of the run (0 to 1), which determines the weights of the objectives."""
         self._objective = parse_weights(objective)
         self._target = PackedForward(target, heads.states)
         self._states = states
@@ -56,15 +56,16 @@ class HeadsModule(nn.Module):
     def forward(
         self, tokens_BT: Tensor, labels_BT: Tensor, positions_BT: Tensor, documents_BT: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return weighted sums of the objective [K] and numbers of supervised positions (int64 [K]); see `Batch`.
+        """Return the weighted loss sum [K] and the number of supervised positions (int64 [K]) of each head.
 
-        Head k at position t learns token t + 2 + k if this token is supervised and in the same document.
+        The arguments are the fields of `Batch`. At position t, head k learns to predict token t + 2 + k if that token
+        is supervised and in the same document.
         """
         batch = Batch(tokens_BT, labels_BT, positions_BT, documents_BT)
         return self.heads_loss(batch, self.frozen_states(batch))
 
     def heads_loss(self, batch: Batch, states_YD: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the outputs of `forward`, given the target's hidden states [Y, D]."""
+        """Compute the outputs of `forward` from the target's hidden states [Y, D]."""
         rows_X, labels_XK = self.trained_rows(batch)
         weights = weights_at(self._objective, self.progress)
         teacher: Teacher | None = None
@@ -83,12 +84,12 @@ class HeadsModule(nn.Module):
         return sums_K * torch.tensor(self.head_weights, device=sums_K.device), counts_K
 
     def features(self, batch: Batch, states_YD: Tensor, rows_X: Tensor) -> Tensor:
-        """Return the inputs of each head's projection [X, K, D], given the target's hidden states [Y, D]."""
+        """Compute the inputs [X, K, D] of the heads' projections from the target's hidden states [Y, D]."""
         features_XKD: Tensor = self.heads.features(states_YD[rows_X].to(next(self.heads.parameters()).dtype))
         return features_XKD
 
     def trained_rows(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return flattened positions int64 [X] with labels, and their labels int64 [X, K]; see `labels`."""
+        """Return the flattened positions that have a label (int64 [X]) and their labels (int64 [X, K])."""
         labels_YK = self.labels(batch).flatten(0, 1)
         rows_X = (labels_YK != IGNORED).any(1).nonzero()[:, 0]
         return rows_X, labels_YK[rows_X]
@@ -102,14 +103,14 @@ class HeadsModule(nn.Module):
 
     @torch.no_grad()
     def frozen_states(self, batch: Batch) -> Tensor:
-        """Return the target's hidden states [Y, D], computed or read from a cache."""
+        """Compute the target's hidden states [Y, D], or read them from the cache if there is one."""
         if self._states is not None:
             return self._states.hidden(batch).flatten(0, 1)
         with torch.autocast(batch.tokens_BT.device.type, enabled=False):
             return self._target.hidden(batch).flatten(0, 1)
 
     def teacher(self, states_YD: Tensor) -> DenseTeacher:
-        """Return the target's distributions for these hidden states."""
+        """Return the target's next-token distributions for its hidden states [Y, D]."""
         with torch.no_grad(), torch.autocast(states_YD.device.type, enabled=False):
             after_YD = self._target.after_norm(states_YD.to(self._target.model.dtype))
             if self._logits is not None:
@@ -117,7 +118,7 @@ class HeadsModule(nn.Module):
             return DenseTeacher(after_YD, self._target.weight_VD())
 
     def read_directly(self) -> list[nn.Parameter]:
-        """Return the parameters that `forward` reads without calling their layer, which ZeRO-3 must gather."""
+        """Return parameters that `forward` reads without calling their layer, so that ZeRO-3 can gather them."""
         projections = (self.heads.projection(k) for k in range(self.num_heads))
         candidates = [*projections, self.heads.bias_V, self._target.weight_VD()]
         # parameters of a target outside the module are never sharded
@@ -126,9 +127,9 @@ class HeadsModule(nn.Module):
 
 
 def _logits_of(target: Any) -> Callable[[Tensor], Tensor]:
-    """Return a function from last hidden states to logits, for output layers that are not a single matrix.
+    """Return a function that converts last hidden states to logits, for output layers with more than a matrix.
 
-    Raises ValueError if it does not reproduce the target's logits.
+    Raises ValueError if the function does not reproduce the target's logits.
     """
     scorer = TransformersModel(target)
     token_11 = torch.ones(1, 1, dtype=torch.int64, device=scorer.device)
@@ -141,14 +142,14 @@ def _logits_of(target: Any) -> Callable[[Tensor], Tensor]:
 
 
 class HeadsTask(Task):
-    """Task that trains heads on a frozen target; see `loop.fit.Task`.
+    """Task that trains prediction heads on a frozen target.
 
     The loss of a step is Σ_k head_weights[k] · (mean objective of head k over its positions). Medusa-1 uses weights of
     1 or 0.8^k (arXiv 2401.10774, eq. 1, where k counts from 1). Cross-entropy learns from the text. All other
     objectives learn from the target's distribution of the same token (self-distillation, section 2.3.2). `states` is a
-    cache of the target's hidden states, and `evaluate_fn` returns further metrics of the heads.
+    cache of the target's hidden states, and `evaluate_fn(heads)` returns additional metrics.
 
-    Raises ValueError if the weights are invalid, or the heads do not fit the target or the cache.
+    Raises ValueError if the weights are invalid, or the heads do not match the target or the cache.
     """
 
     name = "heads"
@@ -193,10 +194,10 @@ class HeadsTask(Task):
 
     @torch.no_grad()
     def evaluate(self, module: nn.Module) -> dict[str, float]:
-        """Return held-out metrics and the metrics of `evaluate_fn(heads)`.
+        """Evaluate the heads on held-out blocks, and return the metrics and those of `evaluate_fn(heads)`.
 
-        Each head k has `head{k}_loss` (nats per token), `head{k}_top1` and `head{k}_top5` (see `LabelHits`).
-        `heldout_loss` is their weighted sum.
+        Head k has the metrics `head{k}_loss` (nats per token), `head{k}_top1` and `head{k}_top5` (see `LabelHits`).
+        `heldout_loss` is the weighted sum of the losses.
         """
         assert isinstance(module, HeadsModule)
         device = next(module.parameters()).device
@@ -222,15 +223,15 @@ class HeadsTask(Task):
 
 
 class EagleModule(HeadsModule):
-    """Module for EAGLE-3, whose head k is the k-th drafting step (Li et al. 2025, arXiv 2503.01840, section 3.2).
+    """Module for EAGLE-3, in which head k is the k-th drafting step (Li et al. 2025, arXiv 2503.01840, section 3.2).
 
-    Its states [Y, S] concatenate the target's auxiliary and last hidden states (S = G + D).
+    The hidden states [Y, S] concatenate the target's auxiliary and last hidden states (S = G + D).
     """
 
     heads: EagleHeads  # type: ignore[assignment]
 
     def features(self, batch: Batch, states_YS: Tensor, rows_X: Tensor) -> Tensor:
-        """Return the features [X, K, D] of the drafting steps that start at each flattened position."""
+        """Compute the features [X, K, D] of the K drafting steps that start at each flattened position."""
         aux_YG = states_YS[:, : -self.heads.hidden_size].to(self.heads.fc.weight.dtype)
         aux_BTG = aux_YG.view(*batch.tokens_BT.shape, -1)
         mask_B1TT = batch.attention_mask_B1TT()

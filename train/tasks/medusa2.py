@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Medusa2Module(HeadsModule):
-    """Heads and a target with LoRA adapters, whose forward pass returns the loss of both."""
+    """Prediction heads and a target with LoRA adapters. The forward pass returns the losses of both."""
 
     def __init__(
         self,
@@ -47,14 +47,14 @@ class Medusa2Module(HeadsModule):
     def forward(
         self, tokens_BT: Tensor, labels_BT: Tensor, positions_BT: Tensor, documents_BT: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return weighted sums and counts, both [K + 1]: for the heads as in `HeadsModule`, then for the target."""
+        """Return weighted loss sums and position counts, both [K + 1]: first of the K heads, then of the target."""
         batch = Batch(tokens_BT, labels_BT, positions_BT, documents_BT)
         labels_Y = shifted_labels(labels_BT, documents_BT, 1).flatten()
         count = (labels_Y != IGNORED).sum()
         if self.progress < self.medusa2.heads_only:
             with self.original():
                 sums_K, counts_K = self.heads_loss(batch, self.frozen_states(batch))
-            # DDP needs a gradient for every parameter, even a zero one; empty ZeRO-3 shards are left out
+            # DDP needs a gradient for every parameter, even if it is zero; empty ZeRO-3 shards are skipped
             adapter_sums = (p.sum() for p in self.adapters() if p.numel())
             target_loss = sum(adapter_sums, torch.zeros((), device=sums_K.device)) * 0.0
         else:
@@ -73,7 +73,7 @@ class Medusa2Module(HeadsModule):
         return mixture(self._target_weights, after_YD, weight_VD, labels_Y, original)[0]
 
     def original_teacher(self, batch: Batch) -> Any:
-        """Return the distributions of the original target."""
+        """Return the next-token distributions of the target with its adapters disabled."""
         with self.original():
             return self.teacher(self.frozen_states(batch))
 
@@ -81,11 +81,11 @@ class Medusa2Module(HeadsModule):
         return (parameter for parameter in self.target.parameters() if parameter.requires_grad)
 
     def rate_group(self, parameter: nn.Parameter) -> str:
-        """Return the learning rate group of a parameter: "base" for adapters, otherwise ""."""
+        """Return the name of a parameter's learning rate group: "base" for adapters, otherwise ""."""
         return "base" if any(parameter is adapter for adapter in self.adapters()) else ""
 
     def rate(self, group: str) -> float:
-        """Return the learning rate factor of a group. The target's factor rises during the warm-up."""
+        """Return the learning rate multiplier of a group. For "base", it rises from 0 during the warm-up."""
         if group != "base":
             return 1.0
         return self.medusa2.rate * self.medusa2.warmup_share(self.progress)
@@ -130,11 +130,11 @@ def _frozen_state(module: nn.Module) -> dict[str, Tensor]:
 
 
 class Medusa2Task(HeadsTask):
-    """Task that trains heads and the adapters of `target`; see `HeadsTask` and `Medusa2`.
+    """Training task for prediction heads and the adapters of `target`; see `HeadsTask` and `Medusa2`.
 
-    Evaluation adds the target's `base_loss` (nats per token) and `base_overlap`, Σ min(p, q) with the original target.
-    Raises ValueError for the same reasons as `HeadsTask`, if the target has no trainable parameters, or if its output
-    projection has an adapter.
+    Evaluations also return the target's `base_loss` (nats per token) and `base_overlap`, which is Σ min(p, q) with the
+    original target. Raises ValueError for the same reasons as `HeadsTask`, and if the target has no trainable
+    parameters or its output projection has an adapter.
     """
 
     def __init__(
@@ -166,7 +166,7 @@ class Medusa2Task(HeadsTask):
 
     @torch.no_grad()
     def evaluate(self, module: nn.Module) -> dict[str, float]:
-        """Return the metrics of `HeadsTask.evaluate`, `base_loss` and `base_overlap`."""
+        """Return the metrics of `HeadsTask.evaluate`, and `base_loss` and `base_overlap` of the target."""
         assert isinstance(module, Medusa2Module)
         device = next(module.parameters()).device
         loss = overlap = count = 0.0

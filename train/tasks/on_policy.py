@@ -1,4 +1,4 @@
-"""Responses sampled from the drafter and scored by the target (on-policy distillation).
+"""On-policy distillation: the drafter samples responses, and the target scores them.
 
 Sources: DistillSpec (Zhou et al. 2023, arXiv 2310.08461, algorithm 1) and GKD (Agarwal et al. 2023, arXiv 2306.13649).
 Letters: B batch (blocks), T tokens.
@@ -25,7 +25,7 @@ _ROWS_TOGETHER = 32  # prompts decoded in one batch
 
 @dataclass(slots=True)
 class _Draft:
-    """Prompt from a document, for which a response is sampled."""
+    """Prompt of a document, for which the drafter samples a response."""
 
     row: int
     number: int
@@ -37,11 +37,11 @@ class _Draft:
 def rewrite(
     model: Any, batch: Batch, rows: np.ndarray, global_batch: int, seed: Sequence[int], options: OnPolicy
 ) -> Batch:
-    """Return a batch in which responses of the chosen rows are sampled from `model`.
+    """Return a batch in which some responses are replaced by samples from `model`.
 
-    In each document of these rows, one randomly chosen response is replaced and the rest of the document is removed.
-    Only the new response is supervised. Random choices depend on `seed` and the row numbers in the global batch, not on
-    the number of processes or the micro batch. `model` is put into evaluation mode.
+    A fraction of the rows is chosen at random. In each document of these rows, one random response is replaced, and the
+    rest of the document is removed. Only the new response is supervised. Random choices depend on `seed` and the row
+    numbers in the global batch, not on the number of processes or `micro_batch`. `model` is set to evaluation mode.
     """
     rng = np.random.default_rng([*seed, 0])
     # a fractional number of rows is rounded randomly, so that the share holds on average
@@ -54,7 +54,7 @@ def rewrite(
         if row in chosen:
             drafts += _drafts(documents, at, np.random.default_rng([*seed, 1, row]), options.new_tokens)
     drafts.sort(key=lambda draft: len(draft.prompt))  # prompts of similar length need little padding
-    scorer = wrap_model(model, check=False, graphs=False)  # capturing graphs does not pay off for one step
+    scorer = wrap_model(model, check=False, graphs=False)  # capturing CUDA graphs does not pay off for one step
     for group in _groups(drafts, scorer.max_positions):
         for draft, answer in zip(group, _sample(scorer, group, options), strict=True):
             ids = np.concatenate([draft.prompt, np.array(answer, dtype=draft.prompt.dtype)])
@@ -89,7 +89,7 @@ def _drafts(documents: list[Document], at: int, rng: np.random.Generator, new_to
 
 
 def _groups(drafts: list[_Draft], positions: int) -> Iterator[list[_Draft]]:
-    """Yield batches of prompts in which the longest prompt and the longest response fit into `positions`."""
+    """Group prompts into batches whose longest prompt and longest response fit into `positions` tokens."""
     group: list[_Draft] = []
     for draft in drafts:
         needed = len(draft.prompt) + max(other.room for other in [*group, draft])
@@ -103,7 +103,7 @@ def _groups(drafts: list[_Draft], positions: int) -> Iterator[list[_Draft]]:
 
 @torch.no_grad()
 def _sample(scorer: Any, drafts: list[_Draft], options: OnPolicy) -> list[list[int]]:
-    """Sample a response to each prompt, with at most `room` tokens."""
+    """Sample a response to each prompt, with at most `draft.room` tokens."""
     sampling = Sampling(temperature=options.temperature)
     method = build_method("autoregressive", Parts(), sampling)
     longest = max(draft.room for draft in drafts)

@@ -1,4 +1,4 @@
-"""Training for parallel drafting: several tokens per forward pass, at positions of mask tokens (PARD).
+"""Training for parallel drafting, which predicts several tokens per forward pass at mask tokens (PARD).
 
 Source: An et al. 2025, arXiv 2504.18583. The j-th mask token after a prefix predicts the token j positions after the
 next token. To reduce the cost, mask tokens are dropped at random, more often for larger j. A mask token is only kept if
@@ -22,16 +22,16 @@ from ..losses.drafter import IGNORED, shifted_labels
 
 @dataclass(frozen=True)
 class ExtendedBatch:
-    """Blocks with mask tokens appended."""
+    """Batch of blocks to which mask tokens have been appended, with labels."""
 
     batch: MaskedBatch
     labels_X: Tensor
     teacher_rows_X: Tensor
-    """Flattened position (of B · T, without mask tokens) at which the teacher predicts the label."""
+    """Flattened position in the original batch [B · T] at which the teacher predicts the label."""
 
 
 def append_mask_tokens(batch: Batch, parallel: Parallel, progress: float) -> ExtendedBatch:
-    """Append mask tokens at random positions. They depend only on the tokens of the row and on `progress`."""
+    """Append mask tokens at random positions, which depend only on the tokens of a row and on `progress`."""
     rows, length = batch.tokens_BT.shape
     device = batch.tokens_BT.device
     labels_BT = shifted_labels(batch.labels_BT, batch.documents_BT, 1)
@@ -72,7 +72,7 @@ def append_mask_tokens(batch: Batch, parallel: Parallel, progress: float) -> Ext
 def _visible(batch: Batch, documents_BM: Tensor, end_BM: Tensor, number_BM: Tensor) -> Tensor:
     """Return the attention mask, bool [B, L, L].
 
-    Attention is causal within a document. Mask tokens attend to their prefix and to earlier mask tokens of this prefix.
+    Attention is causal within a document. A mask token attends to its prefix and to earlier mask tokens after it.
     """
     length, masks = batch.tokens_BT.shape[1], end_BM.shape[1]
     position_T = torch.arange(length, device=end_BM.device)
@@ -89,7 +89,7 @@ def _visible(batch: Batch, documents_BM: Tensor, end_BM: Tensor, number_BM: Tens
 
 
 def _chances(tokens_T: Tensor, progress: float) -> Tensor:
-    """Return a pseudorandom number in [0, 1) for each position, which depends on the tokens and the progress."""
+    """Return a pseudorandom number in [0, 1) for each position, seeded by the tokens and the progress."""
     odd_T = 2 * torch.arange(len(tokens_T)) + 1
     seed = int((tokens_T * odd_T).sum()) * 1_000_003 + round(progress * 1e6)
     return torch.rand(len(tokens_T), generator=torch.Generator().manual_seed(seed % 2**63))
