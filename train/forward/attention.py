@@ -1,4 +1,4 @@
-"""Attention over packed blocks that is computed separately for each document, which is faster on CPUs.
+"""Attention over packed blocks, computed separately for each document because this is faster on CPUs.
 
 It is registered with transformers as `NAME`. Without `spans`, it equals SDPA. Letters: B batch, H heads, T tokens,
 D head size.
@@ -28,7 +28,7 @@ def document_spans(documents_BT: Tensor) -> Spans:
 
 
 def register() -> None:
-    """Register the attention with transformers."""
+    """Register the per-document attention with transformers as `NAME`."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
@@ -48,7 +48,7 @@ def documents_attention(
     spans: Spans | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Compute causal attention within each span, with grouped queries if needed. Returns [B, T, H, D]."""
+    """Compute causal attention within each span and return the output [B, T, H, D]. Supports grouped queries."""
     if spans is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 

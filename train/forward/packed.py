@@ -113,9 +113,8 @@ class PackedForward(BaseForward):
         return self._run(_decoder(self.model), batch).last_hidden_state.reshape(*batch.tokens_BT.shape, -1)
 
     def _run(self, module: Any, batch: Batch | MaskedBatch, **options: Any) -> Any:
-        if "flash" in self._kernel and isinstance(
-            batch, Batch
-        ):  # one row, because these kernels take the document borders among all tokens
+        if "flash" in self._kernel and isinstance(batch, Batch):
+            # one row, because these kernels take the document borders among all tokens
             return module(batch.tokens_BT.reshape(1, -1), use_cache=False, **_flash_attention(batch), **options)
         return module(batch.tokens_BT, use_cache=False, **self._attention(batch), **options)
 
@@ -136,7 +135,7 @@ class PackedForward(BaseForward):
         return positions_BT.clamp(max=self._positions - 1)
 
     def check_masks(self) -> None:
-        """Raise ValueError if the attention kernel takes no mask (`MaskedBatch`)."""
+        """Raise ValueError if the attention kernel does not support the masks of a `MaskedBatch`."""
         if "flash" in self._kernel:
             raise ValueError(f"`parallel` requires sdpa or eager attention, but the model uses {self._kernel}")
 
@@ -147,7 +146,7 @@ class PackedForward(BaseForward):
         if isinstance(batch, MaskedBatch):
             longest, window = int(positions_BT.max()) + 1, sliding_window(self.config)
             if window is not None and longest > window:
-                raise ValueError(f"`parallel`: a document has {longest} tokens, but the model's window is {window}")
+                raise ValueError(f"`parallel` requires documents of at most {window} tokens (sliding window), got {longest}")
             return {"attention_mask": self._convert_mask(batch.visible_BTT[:, None]), "position_ids": positions_BT}
         if self._has_active_window(batch.tokens_BT.shape[1]):
             # models with sliding windows build their own masks, and separate documents where positions restart
@@ -167,7 +166,7 @@ class PackedForward(BaseForward):
         return {"attention_mask": self._convert_mask(batch.attention_mask_B1TT()), "position_ids": positions_BT}
 
     def _convert_mask(self, mask_B1TT: Tensor) -> Tensor:
-        """Convert a boolean mask to the form that the model's attention takes."""
+        """Convert a boolean mask to the form that the model's attention kernel requires."""
         if self._kernel in ("sdpa", NAME):
             return mask_B1TT
         added_B1TT = torch.zeros(mask_B1TT.shape, dtype=self.model.dtype, device=mask_B1TT.device)
@@ -179,7 +178,7 @@ class PackedForward(BaseForward):
 
 
 def _learned_positions(model: Any) -> int | None:
-    """Return the number of position embeddings of a model; None if it has none or computes them (rotary)."""
+    """Return the number of learned position embeddings of a model, or None if it has none (rotary models)."""
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     tokens = model.get_input_embeddings()
     tables = (m for m in model.modules() if isinstance(m, nn.Embedding) and m is not tokens)
@@ -188,7 +187,7 @@ def _learned_positions(model: Any) -> int | None:
 
 
 def _flash_attention(batch: Batch) -> dict[str, Any]:
-    """Return arguments of flash attention: positions as one row, and cumulative document and padding lengths."""
+    """Return arguments for flash attention: positions as one row, and cumulative lengths of documents and padding."""
     documents_BT = batch.documents_BT
     starts_BT = torch.ones_like(documents_BT, dtype=torch.bool)
     starts_BT[:, 1:] = documents_BT[:, 1:] != documents_BT[:, :-1]
@@ -206,7 +205,7 @@ def _flash_attention(batch: Batch) -> dict[str, Any]:
 
 
 def _can_attend_by_document(model: Any) -> bool:
-    """Switch a CPU model from SDPA to per-document attention if possible. Return whether the model uses it."""
+    """Switch a CPU model from SDPA to per-document attention if possible. Return True if the model uses it."""
     config = model.config.get_text_config()
     if next(model.parameters()).device.type != "cpu" or getattr(config, "sliding_window", None) is not None:
         return False

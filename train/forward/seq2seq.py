@@ -20,7 +20,7 @@ _NO_ANSWER = -1  # answer number of padding
 
 
 class BaseForward:
-    """Base class of forward passes; `plain_head` is True if logits are the states times the output projection."""
+    """Base class of forward passes. `plain_head` is True if the logits are hidden states times a projection."""
 
     model: Any
     plain_head: bool
@@ -42,9 +42,9 @@ class SourceForward(BaseForward):
     decoder input is the start token and the answer without its last token, as in decoding (`decode.models.seq2seq`).
     The state that predicts token t + 1 is returned at t. States of positions without a prediction are 0.
 
-    Both run once per batch, with several sources or answers per row. This is exact because T5's relative positions do
-    not depend on the offset of a source, and masks separate the sources. Raises ValueError for models of other families
-    and for decoders without a start token.
+    Encoder and decoder run once per batch, with several sources or answers per row. This is exact because T5's relative
+    positions do not depend on the offset of a source, and masks separate the sources. Raises ValueError for models of
+    other families and for decoders without a start token.
     """
 
     def __init__(self, model: Any) -> None:
@@ -57,7 +57,7 @@ class SourceForward(BaseForward):
         self.plain_head = isinstance(head, nn.Linear) and head.bias is None
 
     def __call__(self, batch: Batch) -> Tensor:
-        """Return decoder states [B, T, D], see `hidden`, or logits [B, T, V] if `weight_VD()` is None."""
+        """Return the decoder's last hidden states [B, T, D], or logits [B, T, V] if `weight_VD()` is None."""
         hidden_BTD = self.hidden(batch)
         return hidden_BTD if self.plain_head else self.model.get_output_embeddings()(hidden_BTD)
 
@@ -91,10 +91,10 @@ class _Plan:
     """Inputs of encoder and decoder, and positions of the decoder states in the blocks, all int64."""
 
     source_tokens_RS: Tensor
-    sources_RS: Tensor  # answer that each token is a source of
+    sources_RS: Tensor  # answer to which each source token belongs
     answer_tokens_RM: Tensor
-    answers_RM: Tensor  # answer of each decoder token
-    read_RS: Tensor  # answer of each encoder state that a decoder row attends to
+    answers_RM: Tensor  # answer to which each decoder token belongs
+    read_RS: Tensor  # answer to which each encoder state that a decoder row attends to belongs
     read_at_RS: Tensor  # positions of these states in the encoder's output
     flat_X: Tensor  # flattened decoder positions
     positions_X: Tensor  # flattened block positions of their states
@@ -126,7 +126,7 @@ def _plan(batch: Batch, start_id: int) -> _Plan:
 
 
 def find_answers(labels_BT: np.ndarray, documents_BT: np.ndarray) -> np.ndarray:
-    """Find runs of supervised tokens. Return int64 [P, 3]: start of the document, start and end of the run."""
+    """Find runs of supervised tokens. Return their document's start, their start and their end, int64 [P, 3]."""
     begins_BT = np.ones(documents_BT.shape, dtype=bool)
     begins_BT[:, 1:] = documents_BT[:, 1:] != documents_BT[:, :-1]
     begins = begins_BT.ravel()
@@ -155,7 +155,7 @@ def _fill_rows(sizes_PK: np.ndarray, room_K: Sequence[int]) -> list[list[int]]:
 
 
 def _positions(rows: Sequence[Sequence[int]], begins: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the position (0 in padding) and the item of each token of the rows, both int64 [R, longest row]."""
+    """Return the position (0 for padding) and the item of each token in the rows, both int64 [R, longest row]."""
     width = max(int(lengths[row].sum()) for row in map(list, rows))
     positions = np.zeros((len(rows), width), dtype=np.int64)
     owners = np.full((len(rows), width), _NO_ANSWER, dtype=np.int64)

@@ -1,8 +1,8 @@
 """State folder of a training run: `fit.json`, `log.jsonl` and `checkpoints/step-000100/`.
 
 A checkpoint has `model.safetensors` and `optimizer.bin` of the bare, unsharded module, so that runs with any number
-of processes and any kind of parallelism can resume from it. It is written under a temporary name, synced and renamed;
-`checkpoint.json` lists its files with size and SHA-256.
+of processes and any kind of parallelism can resume from it. It is written under a temporary name, synced and renamed.
+Its `checkpoint.json` lists the files with their sizes and SHA-256 hashes.
 """
 
 import hashlib
@@ -31,7 +31,7 @@ _SUMMARY = "checkpoint.json"
 
 @dataclass(frozen=True)
 class Position:
-    """Progress of a run: steps, seconds of training, tokens seen."""
+    """Progress of a run: number of steps, training time in seconds, and number of tokens."""
 
     step: int = 0
     seconds: float = 0.0
@@ -45,16 +45,16 @@ class StateFolder:
         self.folder = folder
         self.history = folder / "log.jsonl"
         self._checkpoints = folder / "checkpoints"
-        self._run = ""  # SHA-256 of the settings, which identifies the run of a checkpoint
+        self._run = ""  # SHA-256 of the settings, which identifies the run that wrote a checkpoint
         self._accelerator = accelerator
         self._keep = keep
         self.evaluations: dict[int, dict[str, float]] = {}
         """Evaluation metrics of each evaluated step."""
 
     def open(self, settings: Mapping[str, Any]) -> Position | None:
-        """Open the folder and truncate the log after the newest complete checkpoint. Return its position or None.
+        """Open the folder, truncate the log after the newest complete checkpoint, and return its position, if any.
 
-        Raises ValueError if the folder contains a run with other settings.
+        Raises ValueError if the folder contains a run with different settings.
         """
 
         def open_folder() -> Position | None:
@@ -75,7 +75,7 @@ class StateFolder:
         return position
 
     def attach(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Set the module and optimizer to save and load, before the accelerator prepares (and shards) them."""
+        """Set the module and optimizer to save and load. Call this before the accelerator prepares (shards) them."""
         self._module, self._optimizer = module, optimizer
         self._groups = [dict(group) | {"params": list(group["params"])} for group in optimizer.param_groups]
 
@@ -90,7 +90,7 @@ class StateFolder:
             scatter_optimizer(self._accelerator, self._groups, saved)
         else:
             self._optimizer.load_state_dict(saved)
-        if scaler is not None and (folder / _SCALER).exists():  # DeepSpeed does not write one
+        if scaler is not None and (folder / _SCALER).exists():  # DeepSpeed does not write this file
             scaler.load_state_dict(torch.load(folder / _SCALER, weights_only=True))
 
     def load_weights(self, step: int) -> None:
@@ -102,7 +102,7 @@ class StateFolder:
             load_model(self._module, file)
 
     def has(self, step: int) -> bool:
-        """Check if there is a complete checkpoint of that step."""
+        """Check if there is a complete checkpoint of a step."""
 
         def look() -> bool:
             try:
@@ -113,7 +113,7 @@ class StateFolder:
         return from_main(self._accelerator, look)
 
     def save(self, position: Position, pinned: int | None = None) -> None:
-        """Write a checkpoint, then delete all others except the newest `keep` and that of step `pinned`.
+        """Write a checkpoint, then delete all others except the newest ones and the one of step `pinned`.
 
         Raises OSError on failure.
         """
@@ -151,7 +151,7 @@ class StateFolder:
         return self._checkpoints / f"step-{step:06d}"
 
     def _newest(self, settings: Mapping[str, Any]) -> Position | None:
-        """Return the newest complete checkpoint of this run. Raises ValueError if the run has other settings."""
+        """Return the newest complete checkpoint of this run. Raises ValueError if the settings have changed."""
         self._run = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
         for folder in reversed(self._folders().values()):
             try:
@@ -166,7 +166,7 @@ class StateFolder:
         return None
 
     def _check(self, settings: Mapping[str, Any]) -> None:
-        """Raise ValueError if the run in the folder has other settings."""
+        """Raise ValueError if the run in the folder has different settings."""
         path = self.folder / "fit.json"
         before = load_json(path)
         now = json.loads(json.dumps(settings))
@@ -212,11 +212,11 @@ class StateFolder:
         atomic_text(temporary / _SUMMARY, json.dumps(summary, indent=2) + "\n")
         for path in [*files, temporary]:
             sync(path)
-        remove(target)  # a damaged one that was skipped
+        remove(target)  # a damaged checkpoint that was skipped
         temporary.rename(target)
         sync(self._checkpoints)
         folders = self._folders()
-        newest = [step for step in folders if step <= position.step][-self._keep :]  # later ones are damaged
+        newest = [step for step in folders if step <= position.step][-self._keep :]  # later checkpoints are damaged
         for step, folder in folders.items():
             if step not in newest and step != pinned:
                 remove(folder)
@@ -228,7 +228,7 @@ class StateFolder:
 
 
 def data_fingerprint(data: Any) -> str:
-    """Return the SHA-256 of a data manifest's array hashes, or of the whole manifest if it has none."""
+    """Return a SHA-256 that identifies prepared data by its shape and the hashes in its manifest."""
     contents = {"shape": [data.blocks, data.block_tokens], "content": data.manifest.get("sha256", data.manifest)}
     return hashlib.sha256(json.dumps(contents, sort_keys=True, default=str).encode()).hexdigest()
 
@@ -262,6 +262,6 @@ def _position_of(folder: Path) -> tuple[Position, str]:
 
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:
-    """Parse the lines of a log. An incomplete last line, as after a crash, is ignored."""
+    """Parse the lines of a log. An incomplete last line, which a crash can leave, is ignored."""
     texts = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
     return [json.loads(text) for text in texts]

@@ -43,11 +43,11 @@ def fit(
 ) -> FitResult:
     """Train `task.module` in place for `config.steps` steps, resuming from the newest checkpoint in `state_dir`.
 
-    The blocks and random numbers of a step depend on seed and step only, so that a resumed run repeats the losses.
+    The data and random numbers of a step depend only on the seed and the step, so a resumed run repeats the losses.
 
     Raises:
         ValueError: The global batch cannot be split, or the state folder belongs to a run with other settings.
-        TrainingError: A loss or gradient is not finite or too large, or memory ran out.
+        TrainingError: A loss or gradient is not finite or too large, or the memory is full.
         Interrupted: A process received SIGINT or SIGTERM. The state was saved.
         OSError: A checkpoint could not be written. Older ones are unchanged.
     """
@@ -113,7 +113,7 @@ class _Run:
         return position
 
     def release(self) -> None:
-        """Reset the accelerator and remove the wrappers of the module."""
+        """Release the resources of the accelerator and unwrap the module."""
         for tracker in self.accelerator.trackers:
             tracker.finish()  # accelerate's `end_training` would also end the process group
         self.accelerator.unwrap_model(self.module, keep_fp32_wrapper=False)
@@ -135,7 +135,7 @@ class _Run:
         config = self.config
         while True:
             step = position.step
-            # Saved first, so that a failing evaluation does not lose the training.
+            # The checkpoint comes first, so that a failing evaluation does not lose the training progress.
             last = step == config.steps
             if step and self.resumed_from != step and (last or _is_due(step, config.save_every)):
                 self._save(position)
@@ -161,8 +161,8 @@ class _Run:
                 self._stop(position, self.stop_signal, report)
 
     @contextmanager
-    def _explain_memory(self, what: str) -> Iterator[None]:
-        """Convert out-of-memory errors to TrainingError with the activity, the data blocks and a suggested fix."""
+    def _explain_memory(self, activity: str) -> Iterator[None]:
+        """Convert out-of-memory errors to a TrainingError that names the activity and blocks and suggests a fix."""
         self.blocks = []
         try:
             yield
@@ -173,8 +173,8 @@ class _Run:
             less = f"micro_batch {size // 2}" if size > 1 else "gradient_checkpointing or shorter blocks"
             blocks = f", blocks {_format_blocks(self.blocks)}" if self.blocks else ""
             raise TrainingError(
-                f"out of memory in {what}, with micro_batch {size} of {self.data.block_tokens} tokens{blocks} "
-                f"({first_line(error)}). The last checkpoint in {self.state.folder} is untouched: resume from it with "
+                f"out of memory in {activity}, with micro_batch {size} of {self.data.block_tokens} tokens{blocks} "
+                f"({first_line(error)}). The last checkpoint in {self.state.folder} is unchanged: resume from it with "
                 f"{less}"
             ) from error
 
@@ -217,8 +217,8 @@ class _Run:
         """Load this process's rows of the global batch of a step.
 
         Returns:
-            The rows in the order of the micro steps, the supervised positions of the global batch as counted by
-            `Task.count` (at least 1 each), and the number of its tokens without padding.
+            The rows in the order of the micro steps, the numbers of supervised positions in the global batch
+            (`Task.count`, at least 1), and the number of tokens in the global batch without padding.
         """
         config, rank = self.config, self.accelerator.process_index
         indices, global_rows = self.data.step_batch(step, config.global_batch, config.seed)
@@ -249,7 +249,7 @@ class _Run:
         return float(total)
 
     def _fault(self, step: int, loss: float, norm: float, losses: list[Tensor]) -> str | None:
-        """Return the reason to skip a step, or None if it is valid. Raises TrainingError if the run must stop."""
+        """Return the reason to skip a step, or None if the step is valid. Raises TrainingError if the run must stop."""
         limit = self.config.max_norm or math.inf
         if math.isfinite(loss) and math.isfinite(norm) and norm <= limit:
             self.skipped = 0
@@ -257,14 +257,14 @@ class _Run:
         from accelerate.utils import gather_object
 
         self.skipped += 1
-        what = f"the gradient's norm is {norm}" + (f", above max_norm {limit}" if math.isfinite(norm) else "")
+        problem = f"the gradient's norm is {norm}" + (f", above max_norm {limit}" if math.isfinite(norm) else "")
         if not math.isfinite(loss):
-            what = f"the loss is {loss}" + ", and fp16 ends at 65,504: use precision bf16" * self.stepper.scales_loss
+            problem = f"the loss is {loss}" + " (fp16 ends at 65,504: use precision bf16)" * self.stepper.scales_loss
         rank, size = self.accelerator.process_index, self.config.micro_batch
         bad = [micro for micro, value in enumerate(losses) if not math.isfinite(float(value))]
         blocks = [self.blocks[row] for micro in bad for row in _rows(micro, rank, self.world, size)]
         blocks = gather_object(blocks) or self.blocks
-        fault = f"{what} at step {step + 1}, blocks {_format_blocks(blocks)}"
+        fault = f"{problem} at step {step + 1}, blocks {_format_blocks(blocks)}"
         # With float16, gradients overflow occasionally until the scaler lowers its scale.
         lenient = self.config.on_bad_step == "skip" or (math.isfinite(loss) and self.stepper.scales_loss)
         if lenient and self.skipped <= _MAX_SKIPPED_STEPS:
@@ -296,7 +296,7 @@ class _Run:
             self._save(position)
 
     def _is_best(self, step: int, metrics: dict[str, float]) -> bool:
-        """Check if these metrics are at least as good as all earlier ones, and record them if so."""
+        """Check if these metrics are at least as good as all earlier metrics, and record them if so."""
         value = metrics.get(self.config.keep_best or "", math.nan)
         if not math.isfinite(value) or (self.best is not None and value < self.best[0]):
             return False
@@ -311,7 +311,7 @@ class _Run:
         raise Interrupted(number, message)
 
     def _keep_best(self, position: Position, report: Report) -> int:
-        """Load the best weights if they are not the last, and return their step."""
+        """Load the best weights if they are not the last weights, and return the step of the kept weights."""
         if self.best is None or self.best[1] == position.step:
             return position.step
         if self.best[1] == 0:
@@ -368,7 +368,7 @@ def _rows(micro: int, rank: int, world: int, micro_batch: int) -> np.ndarray:
 def run_micro_batches(
     accelerator: Any, module: Any, stepper: Stepper, batch: Batch, counts: Tensor, size: int, micro_steps: int
 ) -> tuple[list[Tensor], float]:
-    """Run forward and backward passes on `size` rows at a time. Return their losses and the gradient norm."""
+    """Run forward and backward passes on `size` rows at a time. Return all losses and the gradient norm."""
     losses, norm = [], 0.0
     for micro in range(micro_steps):
         rows = slice(micro * size, (micro + 1) * size)

@@ -11,10 +11,10 @@ from ..config import FitConfig
 
 
 def make_optimizer(module: nn.Module, config: FitConfig) -> torch.optim.Optimizer:
-    """Create AdamW for the trained parameters, with weight decay for matrices only.
+    """Create an AdamW optimizer for the trained parameters, with weight decay for matrices only.
 
-    The module may define `rate_group(parameter)`, stored as the group's `rate_group` (default ""), and `rate(group)`,
-    which returns the factor of the group's learning rate at each step.
+    The module may define `rate_group(parameter)`, which names the group of a parameter (default: ""), and
+    `rate(group)`, which returns the learning rate multiplier of a group at the current step.
     """
     trained = [p for p in module.parameters() if p.requires_grad]
     assert trained, "the task has no trained parameters"
@@ -31,7 +31,7 @@ def make_optimizer(module: nn.Module, config: FitConfig) -> torch.optim.Optimize
 
 
 def learning_rates(config: FitConfig) -> Callable[[int], float]:
-    """Return the schedule of transformers: a function from the step to the learning rate relative to its peak."""
+    """Return a function from the step to the learning rate relative to its peak, as in transformers."""
     from transformers import get_scheduler
 
     names = {"cosine": "cosine", "linear": "linear", "constant": "constant_with_warmup"}

@@ -13,7 +13,7 @@ _SECONDS_BETWEEN_LINES = 15.0
 
 
 class Report:
-    """Progress report with steps, loss, tokens per second and time left; silent outside the main process."""
+    """Progress report with steps, loss, tokens per second and remaining time. Prints nothing if not `active`."""
 
     def __init__(self, name: str, steps: int, first_step: int, active: bool) -> None:
         self._name, self._steps, self._first_step, self._active = name, steps, first_step, active
@@ -40,7 +40,7 @@ class Report:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Return the peak memory of this process in bytes, on the GPU or, for CPU training, of the host."""
+    """Return the peak memory use of this process in bytes: GPU memory for a GPU, otherwise host memory."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -36,18 +36,18 @@ class Task:
         self.module.progress = step / steps  # type: ignore[assignment]
 
     def rewrite(self, batch: Batch, rows: np.ndarray, global_batch: int, seed: tuple[int, int]) -> Batch:
-        """Return a replacement for `batch`, which consists of the given rows of a global batch.
+        """Return a replacement for `batch`, which contains the rows `rows` of a global batch.
 
-        A new row may depend only on the old row, its number and `seed`, which contains the run's seed and the step.
+        A new row may depend only on the old row, its number and `seed`, which consists of the run's seed and the step.
         """
         return batch
 
     def count(self, batch: Batch) -> Tensor:
-        """Return the counts that `module` would return for this batch, without running it."""
+        """Return the counts that `module` would return for this batch, without running the module."""
         raise NotImplementedError
 
     def evaluate(self, module: nn.Module) -> dict[str, float]:
-        """Return held-out metrics of `module`, which is unwrapped and in evaluation mode. May be empty."""
+        """Return held-out metrics of `module`, which is unwrapped and in evaluation mode (default: no metrics)."""
         return {}
 
 
@@ -61,16 +61,16 @@ class FitResult:
     last_loss: float
     """Mean loss over the last tenth of the logged steps."""
     metrics: dict[str, float]
-    """Metrics of the kept weights."""
+    """Evaluation metrics of the kept weights."""
     kept_step: int
     """Step of the kept weights: the last step, unless `keep_best` selected an earlier one."""
     tokens: int
     """Number of tokens seen, including unsupervised tokens but not padding."""
     seconds: float
-    """Training time over all resumed runs, without evaluations and checkpoints."""
+    """Training time in seconds, including interrupted runs, but without evaluations and checkpoints."""
     history: Path
     """Path of `log.jsonl`, with one line per logged step and evaluation."""
     processes: int
     distributed_type: str
     resumed_from: int | None
-    """Step that this call resumed from; None if it started from the beginning."""
+    """Step from which this call resumed, or None if it started from the beginning."""

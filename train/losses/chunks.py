@@ -149,7 +149,7 @@ def to_top_k_events(logits_RV: Tensor, ids_RK: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def to_events(targets: Targets, logits_RV: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return the drafter's log-probabilities of the events in `targets`; see `to_top_k_events` for the second result."""
+    """Return the drafter's log-probabilities of the events in `targets`, and None or `to_top_k_events`' rest."""
     return (logits_RV.log_softmax(1), None) if targets.ids_RK is None else to_top_k_events(logits_RV, targets.ids_RK)
 
 

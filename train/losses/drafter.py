@@ -45,8 +45,8 @@ def mixture(
 
     Logits are `hidden_XD @ weight_VD.T`, or `hidden_XD` if `weight_VD` is None. Positions with the label −100 are
     skipped. In objectives other than cross-entropy, `temperature` divides the logits of drafter and teacher, and the
-    loss is multiplied by temperature² (Hinton et al. 2015, arXiv 1503.02531, section 2). With `top_k`, all tokens except
-    the teacher's `top_k` most likely tokens count as one event. `chunk` is the number of positions per chunk.
+    loss is multiplied by temperature² (Hinton et al. 2015, arXiv 1503.02531, section 2). With `top_k`, all but the
+    teacher's `top_k` most likely tokens count as one event. `chunk` is the number of positions per chunk.
 
     The sum is a scalar (float32, or float64 if `hidden_XD` is) that can be differentiated once; the number is int64.
     Raises ValueError if an objective needs a teacher but there is none, or if `chunks.TeacherTargets` does.

@@ -1,4 +1,4 @@
-"""Counter of adjacent tokens for corpora of any size: exact, in bounded memory, resumable.
+"""Exact and resumable counter of adjacent tokens that uses bounded memory for corpora of any size.
 
 Shape letters: V vocabulary, T tokens, D documents, C ends of documents, E entries (distinct pairs), P pairs.
 """
@@ -38,11 +38,11 @@ class PairCounter(AbstractContextManager["PairCounter"]):
 
     Args:
         vocab_size: Vocabulary size V.
-        folder: Directory of the counts, new or to resume. Incomplete files of an interrupted process are deleted.
-        memory_mb: Mebibytes for counts and for sorting. More memory means fewer and larger runs.
+        folder: Directory of the counts. Existing counts are continued; files of interrupted processes are deleted.
+        memory_mb: Memory for counting and sorting in mebibytes. More memory results in fewer and larger runs.
         threads: Number of background threads.
 
-    Raises ValueError if the folder belongs to another vocabulary, is damaged, or is in use by another process.
+    Raises ValueError if the folder belongs to a different vocabulary, is damaged, or is used by another process.
     """
 
     def __init__(self, vocab_size: int, folder: Path, memory_mb: float = 512, threads: int = 2) -> None:
@@ -69,7 +69,7 @@ class PairCounter(AbstractContextManager["PairCounter"]):
         self._num_buffered, self._cross_document = 0, 0
 
     def add(self, tokens_T: NDArray[Any], starts_D: NDArray[Any], position: Any) -> None:
-        """Count consecutive documents.
+        """Count the token pairs of consecutive documents.
 
         Args:
             tokens_T: Tokens of the documents, integers.
@@ -131,7 +131,7 @@ class PairCounter(AbstractContextManager["PairCounter"]):
         worker = next((worker for worker in self._workers if worker.idle), self._workers[0])
         self._keys_T = worker.count(self._keys_T, self._num_buffered, self._cross_document)
         self._num_buffered = self._cross_document = 0
-        self._workers.append(self._workers.pop(self._workers.index(worker)))  # the longest busy one comes first
+        self._workers.append(self._workers.pop(self._workers.index(worker)))  # the one that is busy longest comes first
 
 
 class _Worker:
@@ -169,7 +169,7 @@ class _Worker:
             self._task = self._thread.submit(self._spill)
 
     def finish(self) -> None:
-        """Wait for the task and raise its exception, if any."""
+        """Wait for the background task, and raise its exception if it failed."""
         task, self._task = self._task, None
         if task is not None and (run := task.result()):
             self.spilled.append(run)

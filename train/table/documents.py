@@ -33,7 +33,7 @@ def token_documents(
         template: Chat template that renders the conversations.
         pairs: `documents` for whole conversations without the template's default system prompt, `answers` for each
             supervised span with the token before it.
-        last_turn_only: Supervise the last answer only.
+        last_turn_only: Whether to supervise only the last answer.
 
     Raises ValueError if the turns of a conversation are not [system], user, assistant, …
     """
@@ -53,7 +53,7 @@ def pack_documents(
     """Concatenate the documents of conversations, numbered from `first`, into batches for `PairCounter.add`.
 
     Yields tokens int32 [T], starts of the documents int64 [D], and the number of the first conversation after the
-    batch. A batch takes a small part of `memory_mb`.
+    batch. A batch uses only a small part of `memory_mb`.
     """
     tokens = max(1, min(_TOKENS_AT_A_TIME, int(_TOKENS_PER_MB * memory_mb)))
     parts: list[np.ndarray] = []

@@ -1,4 +1,4 @@
-"""Files of sorted runs, which are listed in an index. The index is replaced atomically.
+"""Files that contain sorted runs of token pair counts, and an index of these files, which is replaced atomically.
 
 Shape letters: V vocabulary, E entries (distinct pairs).
 """
@@ -45,7 +45,7 @@ class FileArray:
 
 
 def write_run(folder: Path, vocab_size: int, parts: Iterable[Run]) -> dict[str, Any]:
-    """Write a run to a new file, keys first, then counts as uint32; return its name and size in bytes."""
+    """Write a run to a new file: keys, then counts as uint32. Return the name and size of the file in bytes."""
     path = folder / f"run-{uuid.uuid4().hex[:16]}"  # unique even if a process of an earlier launch is still running
     try:
         with name_errors(path), path.open("wb") as out, TemporaryFile(dir=folder) as counts:
@@ -72,7 +72,7 @@ def _open_run(path: Path, vocab_size: int) -> tuple[FileArray, FileArray]:
 def read_index(folder: Path, vocab_size: int) -> dict[str, Any]:
     """Return the index of a folder, or an empty index if no run was written.
 
-    Raises ValueError if the index or a run is damaged or belongs to another vocabulary.
+    Raises ValueError if the index or a run is damaged or belongs to a different vocabulary.
     """
     path, advice = folder / INDEX, f"delete {folder} to count again"
     if not path.is_file():
@@ -97,7 +97,7 @@ def write_index(folder: Path, vocab_size: int, index: dict[str, Any]) -> None:
 
 
 def remove_leftovers(folder: Path, index: dict[str, Any]) -> None:
-    """Delete the runs that are not in the index."""
+    """Delete the files of runs that are not in the index."""
     known = {run["name"] for run in index["runs"]}
     for path in folder.glob("run-*"):
         if path.name not in known:
@@ -105,9 +105,9 @@ def remove_leftovers(folder: Path, index: dict[str, Any]) -> None:
 
 
 def merge_counts(folders: Sequence[Path], vocab_size: int, path: Path) -> tuple[int, int]:
-    """Merge the runs of finished counters into a table file; return its numbers of tokens and documents.
+    """Merge the runs of finished counters into a table file. Return the numbers of tokens and documents.
 
-    Raises ValueError if counts are of another vocabulary, or files are missing or damaged.
+    Raises ValueError if counts belong to a different vocabulary, or if files are missing or damaged.
     """
     indices = [(folder, read_index(folder, vocab_size)) for folder in folders]
     runs = [_open_run(folder / run["name"], vocab_size) for folder, index in indices for run in index["runs"]]

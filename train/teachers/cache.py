@@ -37,7 +37,7 @@ DOCUMENTS = "documents.safetensors"
 
 
 class Column(NamedTuple):
-    """Row shape and dtype of one tensor in each file."""
+    """Row shape and dtype of a tensor that each file of a cache contains."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -61,15 +61,15 @@ class Source(ABC):
     manifest: ClassVar[str]
     """Name of the file that describes the cache."""
     size_name: ClassVar[str]
-    """Manifest key of the `size` that `columns` takes."""
+    """Key in the manifest of the argument `size` of `columns`."""
     reach: ClassVar[int]
-    """A position has a row if one of its next `reach` tokens is supervised. 0 stores a row for each token."""
+    """A position has a row if one of the next `reach` tokens is supervised. If 0, every position has a row."""
     size_advice: ClassVar[str]
     """Advice on how to make the cache smaller, for error messages."""
 
     @abstractmethod
     def load(self, device: torch.device) -> "tuple[MakeRows, int]":
-        """Load the target. Return the function that computes rows, and the `size` for `columns`."""
+        """Load the target. Return the function that computes the rows, and the argument `size` of `columns`."""
 
     @abstractmethod
     def columns(self, size: int) -> dict[str, Column]:
@@ -77,14 +77,14 @@ class Source(ABC):
 
     @property
     def key(self) -> str:
-        """Name of the cache's folder."""
+        """Name of the cache's folder: a hash of all fields except `target`."""
         text = json.dumps({name: value for name, value in asdict(self).items() if name != "target"}, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
 class Shard:
-    """File with the rows of the blocks from `first_block` to `end_block` - 1."""
+    """File of a cache that contains the rows of the blocks `first_block` to `end_block` - 1."""
 
     number: int
     first_block: int
@@ -98,7 +98,7 @@ class Shard:
 
 
 class RowCache:
-    """Finished cache, opened for reading. Raises ValueError if a file is missing or damaged."""
+    """Reader of a complete cache. Raises ValueError if a file is missing or damaged."""
 
     def __init__(self, folder: str | os.PathLike[str], source_type: type[Source]) -> None:
         self.folder = Path(folder)
@@ -123,7 +123,7 @@ class RowCache:
         self._first_row_D, self._check_D = (documents.get_tensor(name).numpy() for name in ("first_row", "check"))
 
     def find(self, batch: Batch) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return flattened positions and row numbers of a batch, both int64 [R]; None if it is not in the cache."""
+        """Return positions and row numbers of a batch, both int64 [R], or None if the batch is not in the cache."""
         spans = list_document_rows(batch, self.source.reach)
         if len(spans.number_N) and spans.number_N.max() >= len(self._check_D):
             return None
@@ -135,7 +135,7 @@ class RowCache:
         return positions_R, np.repeat(offset_N, spans.rows_N) + np.arange(len(positions_R))
 
     def gather(self, rows_R: np.ndarray, names: Iterable[str], pin: bool = False) -> dict[str, Tensor]:
-        """Return rows [R, …] of these columns, in pinned memory if `pin`. Raises ValueError if a file is damaged."""
+        """Read rows [R, …] of the named columns, to pinned memory if `pin`. Raises ValueError if a file is damaged."""
         columns = {
             name: torch.empty(len(rows_R), *self.columns[name].shape, dtype=self.columns[name].dtype, pin_memory=pin)
             for name in names
@@ -165,21 +165,21 @@ class RowCache:
         return self._open[name]
 
     def _damaged(self, path: Path) -> ValueError:
-        return ValueError(f"{path} is missing or damaged: delete {self.folder}; `prepare --teacher` writes it again")
+        return ValueError(f"{path} is missing or damaged: delete {self.folder} and repeat `prepare --teacher`")
 
 
 def look_up(caches: Sequence[RowCache], batch: Batch) -> tuple[RowCache, np.ndarray, np.ndarray]:
-    """Return the cache that contains a batch, and its `RowCache.find` result. Raises ValueError if none contains it."""
+    """Return the cache that contains a batch, and the result of its `find`. Raises ValueError if no cache does."""
     for cache in caches:
         rows = cache.find(batch)
         if rows is not None:
             return cache, *rows
     folders = ", ".join(str(cache.folder) for cache in caches)
-    raise ValueError(f"a batch contains documents that are in none of the target's caches ({folders})")
+    raise ValueError(f"a batch contains documents that are in no cache: run `prepare --teacher` ({folders})")
 
 
 def kept_positions(batch: Batch, reach: int) -> np.ndarray:
-    """Return a mask of the flattened positions that have a row, bool [X]; see `Source.reach`."""
+    """Return a mask (bool [X]) of the flattened positions that have a row in a cache; see `Source.reach`."""
     if not reach:
         every_X: np.ndarray = (batch.documents_BT != PADDING).flatten().cpu().numpy()
         return every_X
@@ -191,7 +191,7 @@ def kept_positions(batch: Batch, reach: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class DocumentRows:
-    """Number, row count and content hash of each document of a batch, in order."""
+    """Numbers, row counts and content hashes of the documents in a batch, in order."""
 
     blocks: int
     has_row_X: np.ndarray
@@ -201,7 +201,7 @@ class DocumentRows:
 
 
 def list_document_rows(batch: Batch, reach: int) -> DocumentRows:
-    """Return the documents of a batch. Their hashes cover tokens, positions, and which positions have a row."""
+    """List the documents of a batch. A document's hash covers its tokens, positions and which of them have a row."""
     has_row_X = kept_positions(batch, reach)
     tokens_X, positions_X, documents_X = (
         tensor.cpu().numpy().reshape(-1) for tensor in (batch.tokens_BT, batch.positions_BT, batch.documents_BT)
@@ -218,7 +218,7 @@ def list_document_rows(batch: Batch, reach: int) -> DocumentRows:
     return DocumentRows(len(batch.tokens_BT), has_row_X, documents_X[starts][real], rows_N, check_N)
 
 
-SHARD_BYTES = 64 << 20  # the most that an interrupted writer loses
+SHARD_BYTES = 64 << 20  # an interrupted writer loses at most this much
 _SCANNED_BLOCKS = 128
 
 MakeRows = Callable[[Batch, Tensor], Iterator[dict[str, Tensor]]]
@@ -229,7 +229,7 @@ class CacheWriter:
     """Writer of a cache, which skips files that are complete. Several processes may write different `shards`.
 
     The constructor scans the data once to determine all row numbers. `size` is the target's vocabulary size or hidden
-    size, `shard_bytes` the size of a file (None: `SHARD_BYTES`). The manifest is written last.
+    size, and `shard_bytes` is the size of a file (default: `SHARD_BYTES`). The manifest is written last.
     """
 
     def __init__(
@@ -253,13 +253,13 @@ class CacheWriter:
         self.shards = list(_shards(rows_of_block, max(1, (shard_bytes or SHARD_BYTES) // self.row_bytes)))
 
     def missing_bytes(self) -> int:
-        """Return the number of bytes still to be written (an upper bound)."""
+        """Return an upper bound on the number of bytes that remain to be written."""
         missing = self.missing_shards()
         rows = sum(shard.rows for shard in missing)
         return rows * self.row_bytes + 1024 * (len(missing) + 2) + 16 * len(self._first_row_D)
 
     def missing_shards(self) -> list[Shard]:
-        """Return the shards whose file is missing or has other shapes."""
+        """Return the shards whose file is missing or has the wrong tensor shapes."""
         return [shard for shard in self.shards if not self._holds(shard)]
 
     def _holds(self, shard: Shard) -> bool:
@@ -279,7 +279,7 @@ class CacheWriter:
         progress: Callable[[int], object] = lambda rows: None,
         stopping: Callable[[], bool] = lambda: False,
     ) -> bool:
-        """Compute the rows of a shard and write its file. Returns False if `stopping` ended it early."""
+        """Compute the rows of a shard and write its file. Returns False if `stopping` interrupted the work."""
         file = {
             name: torch.empty((shard.rows, *column.shape), dtype=column.dtype) for name, column in self.columns.items()
         }
@@ -337,7 +337,7 @@ def _shards(rows_of_block: np.ndarray, most: int) -> Iterator[Shard]:
 
 @contextmanager
 def lock_cache(folder: Path) -> Iterator[None]:
-    """Prevent other processes from writing the same cache. Raises ValueError if one is writing."""
+    """Lock a cache, so that no other process writes it. Raises ValueError if another process is writing."""
     with sole_writer(folder):
         folder.mkdir(parents=True, exist_ok=True)
         yield

@@ -1,10 +1,10 @@
-"""Teachers: the target itself, or on-disk caches of its most probable tokens or hidden states.
+"""Teachers: the target itself, or caches on disk of its most probable tokens or hidden states.
 
 The files of a hidden-state cache (`cache.RowCache`) have `hidden` [rows, D] in bfloat16, float16 or float32. Those of a
 top-k cache have `ids` (uint16 if the vocabulary allows, else int32) and `log_probs` (float16), both [rows, K] in
-descending order, and `log_rest` float16 [rows], the log-probability of all other tokens. Float16 changes p by at most
-2⁻¹¹ · p · |log p| ≤ 2⁻¹¹ / e = 1.8e-4, and the sum of a row by at most 2⁻¹¹ times its entropy in nats, which may exceed
-a small rest. Therefore, rows are scaled to sum to 1 − rest when they are read.
+descending order, and `log_rest` float16 [rows], the log-probability of all other tokens. Rounding to float16 changes p
+by at most 2⁻¹¹ · p · |log p| ≤ 2⁻¹¹ / e = 1.8e-4, and the sum of a row by at most 2⁻¹¹ times its entropy in nats, which
+may exceed a small rest. Therefore, rows are scaled to sum to 1 − rest when they are read.
 
 Letters: B batch (blocks), T tokens, X = B · T flattened positions, R rows, C rows of a chunk, K stored tokens, D hidden
 of the target (of several layers concatenated), E hidden of the target, V vocabulary.
@@ -29,16 +29,16 @@ from ..losses.chunks import DenseTeacher, SparseTeacher
 from .cache import Column, MakeRows, RowCache, Source, look_up
 
 REACH = 16
-"""Value of `Source.reach`. Head k (from 0) predicts the token k + 2 positions ahead, so 15 heads are supported."""
+"""Value of `Source.reach` for Medusa heads. Head k (from 0) predicts k + 2 tokens ahead, so 15 heads are possible."""
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 @dataclass(frozen=True)
 class HiddenSource(Source):
-    """Source of a hidden-state cache in `dtype`, with the `states` of `PackedForward`; see `Source`.
+    """Description of a hidden-state cache in `dtype`, with the `states` of `PackedForward`; see `Source`.
 
-    `target_dtype` is the dtype of the target. States of inner layers are stored for every token, since heads attend to
-    them.
+    `target_dtype` is the dtype of the target. States of inner layers are stored for every token, since EAGLE-3 heads
+    attend to all of them.
     """
 
     states: str = "after-norm"
@@ -53,7 +53,7 @@ class HiddenSource(Source):
         return f"the hidden states of {self.target} ({self.states}, {self.dtype})"
 
     def load(self, device: torch.device) -> tuple[MakeRows, int]:
-        """Load the target and return the function that computes its rows, and its hidden size."""
+        """Load the target. Return the function that computes the rows of the cache, and the target's hidden size."""
         rows = HiddenRows(load_model(self.target, dtype=self.target_dtype, device=str(device)), self.states, self.dtype)
         return rows, rows.hidden_size
 
@@ -62,7 +62,7 @@ class HiddenSource(Source):
         return 0 if parse_layers(self.states) else REACH
 
     def columns(self, size: int) -> dict[str, Column]:
-        """Return the column `hidden` with `size` dimensions."""
+        """Return the only column of the cache, `hidden`, with `size` values per row."""
         return {"hidden": Column((size,), DTYPES[self.dtype])}
 
 
@@ -72,7 +72,7 @@ _SUMMED_ROWS = 1 << 20
 
 @dataclass(frozen=True)
 class CacheSource(Source):
-    """Source of a cache of the `top_k` most probable tokens of a target in `dtype`; see `Source`."""
+    """Description of a cache of the `top_k` most probable tokens of a target in `dtype`; see `Source`."""
 
     top_k: int
     dtype: str = "auto"
@@ -86,12 +86,12 @@ class CacheSource(Source):
         return f"the top {self.top_k} tokens of {self.target}"
 
     def load(self, device: torch.device) -> tuple[MakeRows, int]:
-        """Load the target as a teacher and return the function that computes its rows, and its vocabulary size."""
+        """Load the target. Return the function that computes the rows of the cache, and the vocabulary size."""
         teacher = load_teacher(self.target, self.dtype, device)
         return partial(top_rows, teacher, self.top_k), teacher.vocab_size
 
     def columns(self, size: int) -> dict[str, Column]:
-        """Return the columns of a cache for a vocabulary of `size`. Raises ValueError if `top_k` exceeds `size`."""
+        """Return the columns of the cache for a vocabulary size. Raises ValueError if `top_k` exceeds it."""
         if not 1 <= self.top_k <= size:
             raise ValueError(f"top_k must be between 1 and {size}, the target's vocabulary size, got {self.top_k}")
         ids = Column((self.top_k,), torch.uint16 if token_dtype(size).itemsize == 2 else torch.int32)
@@ -114,7 +114,7 @@ class CachedHidden:
         """Settings that must not change when a run resumes (JSON values)."""
 
     def hidden(self, batch: Batch) -> Tensor:
-        """Return hidden states [B, T, D] in the stored dtype, 0 at positions without a row.
+        """Return cached hidden states [B, T, D] in the stored dtype, with zeros at positions that are not cached.
 
         Raises ValueError if no cache covers the batch's documents, or a file is damaged.
         """
@@ -128,7 +128,7 @@ class CachedHidden:
 
 
 class HiddenRows:
-    """Function that computes rows of a target's hidden states, stored in `dtype`; see `cache.MakeRows`."""
+    """Callable that computes rows of a target's hidden states in `dtype` for a cache; see `cache.MakeRows`."""
 
     def __init__(self, model: Any, states: str = "after-norm", dtype: str = "bfloat16") -> None:
         self._forward = PackedForward(model.requires_grad_(False).eval(), states)
@@ -137,7 +137,7 @@ class HiddenRows:
 
     @torch.no_grad()
     def __call__(self, batch: Batch, positions_R: Tensor) -> Iterator[dict[str, Tensor]]:
-        """Yield the batch's hidden states as one chunk. Raises ValueError if a value is not finite in `dtype`."""
+        """Yield the hidden states at these positions as one chunk. Raises ValueError if a value is not finite."""
         with torch.autocast(batch.tokens_BT.device.type, enabled=False):
             hidden_RD = self._forward.hidden(batch).flatten(0, 1)[positions_R]
         stored_RD = hidden_RD.to(self._dtype)
@@ -152,7 +152,7 @@ class HiddenRows:
 
 
 def mean_mass(cache: RowCache) -> float:
-    """Return the total probability of the stored tokens of a top-k cache, as a mean over rows."""
+    """Return the total probability of the stored tokens of a top-k cache, averaged over the rows."""
     rest = 0.0
     for start in range(0, cache.rows, _SUMMED_ROWS):
         rows_R = np.arange(start, min(start + _SUMMED_ROWS, cache.rows))
@@ -163,7 +163,7 @@ def mean_mass(cache: RowCache) -> float:
 def top_rows(
     run: Callable[[Batch], DenseTeacher], top_k: int, batch: Batch, positions_R: Tensor
 ) -> Iterator[dict[str, Tensor]]:
-    """Yield the rows of a top-k cache for a batch, in chunks; see `cache.MakeRows` and `top_log_probs`."""
+    """Compute the rows of a top-k cache for a batch, and yield them in chunks; see `cache.MakeRows`."""
     for ids_CK, log_probs_CK in top_log_probs(run(batch), positions_R, top_k):
         rest_C = (1 - log_probs_CK.double().exp().sum(1)).clamp(min=0)
         yield {"ids": ids_CK, "log_probs": log_probs_CK.half(), "log_rest": rest_C.log().half()}
@@ -171,7 +171,7 @@ def top_rows(
 
 @torch.no_grad()
 def top_log_probs(teacher: DenseTeacher, positions_R: Tensor, top_k: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield ids (int64) and log-probabilities (float32) of the most probable tokens, both [C, K], chunk by chunk.
+    """Yield ids (int64) and log-probabilities (float32) of the `top_k` most probable tokens, both [C, K], in chunks.
 
     Log-probabilities are over the whole vocabulary at temperature 1. Raises ValueError if logits are not finite.
     """
@@ -189,7 +189,7 @@ def top_log_probs(teacher: DenseTeacher, positions_R: Tensor, top_k: int) -> Ite
 
 
 class ModelTeacher:
-    """Frozen target as a teacher in this process. Raises ValueError if `forward.make_forward` does not support it."""
+    """Teacher that runs the frozen target in this process. Raises ValueError if the model is not supported."""
 
     def __init__(self, model: Any, sha256: str | None = None) -> None:
         self.model = model.requires_grad_(False).eval()
@@ -203,13 +203,13 @@ class ModelTeacher:
 
     @torch.no_grad()
     def __call__(self, batch: Batch) -> DenseTeacher:
-        """Return states [X, E] and projection [V, E], or logits [X, V] and None, for the token after each position."""
+        """Return next-token distributions, as states [X, E] and projection [V, E] or as logits [X, V] and None."""
         with torch.autocast(batch.tokens_BT.device.type, enabled=False):
             return DenseTeacher(self._forward(batch).flatten(0, 1), self._forward.weight_VD())
 
 
 class CachedTeacher:
-    """Teacher that reads cached top-k tokens. `caches` must contain the documents of all batches."""
+    """Teacher that reads the cached top-k tokens of a target. `caches` must contain the documents of all batches."""
 
     def __init__(self, *caches: RowCache) -> None:
         self._caches = caches
@@ -222,7 +222,7 @@ class CachedTeacher:
         """Do nothing: rows are read from disk and moved to the device of each batch."""
 
     def __call__(self, batch: Batch) -> SparseTeacher:
-        """Return ids (int64) and log-probabilities (float32), both [X, K] in descending order.
+        """Return the ids (int64) and log-probabilities (float32) of the cached tokens, both [X, K] in descending order.
 
         Raises ValueError if no cache covers the batch's documents, or a file is damaged.
         """
@@ -250,6 +250,6 @@ Teacher = ModelTeacher | CachedTeacher
 
 
 def load_teacher(source: str, dtype: str = "auto", device: torch.device | str = "cpu") -> ModelTeacher:
-    """Load the target from a directory or a hub id as a teacher on `device`."""
+    """Load a model from a directory or hub id, and return it as a teacher on `device`."""
     ref = resolve_model(source)
     return ModelTeacher(load_model(ref.path, dtype=dtype, device=str(device)), ref.sha256)
