@@ -146,7 +146,7 @@ class PackedForward(BaseForward):
         if isinstance(batch, MaskedBatch):
             longest, window = int(positions_BT.max()) + 1, sliding_window(self.config)
             if window is not None and longest > window:
-                raise ValueError(f"`parallel` requires documents of at most {window} tokens (sliding window), got {longest}")
+                raise ValueError(f"`parallel`: a document has {longest} tokens, above the attention window {window}")
             return {"attention_mask": self._convert_mask(batch.visible_BTT[:, None]), "position_ids": positions_BT}
         if self._has_active_window(batch.tokens_BT.shape[1]):
             # models with sliding windows build their own masks, and separate documents where positions restart
