@@ -15,7 +15,7 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
 
     def recorded(self, **parts: Any) -> dict[str, Any]:
-        """Return the section as JSON values without secrets. `parts` are passed to `model_dump` of pydantic."""
+        """Return the section as JSON values without secrets. `parts` are arguments of pydantic's `model_dump`."""
         return dict(without_secrets(self.model_dump(mode="json", **parts)))
 
 
@@ -33,7 +33,7 @@ class PlaceSection(Section):
     path: str | None = None
     """Local copy to use instead of the hub dataset."""
     config: str | None = None
-    """Configuration of a hub dataset. The default of this and of the next three fields comes from the registry."""
+    """Configuration of a hub dataset. The defaults of `config`, `split`, `revision` and `file` depend on the corpus."""
     split: str | None = None
     """Split of a hub dataset, or of the data files in a directory."""
     revision: str | None = None
@@ -51,42 +51,42 @@ class SourceSection(PlaceSection):
     """Local file or folder (.json, .jsonl, .parquet; JSON also with .gz), name of a known corpus
     (`draftsmith prepare --list`), or hub id."""
     weight: float = Field(1.0, gt=0)
-    """Number of uses of each row per epoch. With 0.25, a quarter of the rows is used."""
+    """Number of times that each row is used per epoch. With 0.25, a quarter of the rows is used."""
 
 
 class DataSection(PlaceSection):
     """Training data: corpora, cleaning, chat template, packing and held-out data."""
 
     source: str | None = None
-    """Corpus, as in `mixture`; `path`, `config`, `split`, `revision`, `file` and `limit` apply to it."""
+    """Corpus, as `source` in `mixture`. `path`, `config`, `split`, `revision`, `file` and `limit` apply to it."""
     mixture: list[SourceSection] = []
-    """Corpora of a mixture, instead of `source`."""
+    """Several corpora to mix, instead of `source`."""
     clean: dict[str, Any] = {}
-    """Cleaning options, see `draftsmith.data.cleaning.cleaner.Cleaning`."""
+    """Cleaning options; see `draftsmith.data.cleaning.cleaner.Cleaning`."""
     template: str = "vicuna-v1.1"
-    """Name of the chat template; `tokenizer`: the tokenizer's own."""
+    """Name of the chat template, or `tokenizer` for the tokenizer's own template."""
     template_options: dict[str, Any] = {}
-    """Variables of the tokenizer's own chat template, such as `{enable_thinking: false}`; `date` sets its current date
-    (default: 2024-07-26)."""
+    """Variables for the tokenizer's own chat template, such as `{enable_thinking: false}`. The variable `date` sets the
+    current date in the template (default: 2024-07-26)."""
     last_turn_only: bool = False
     """Whether to train only on the last answer of a conversation."""
     block_tokens: int = Field(2048, ge=8)
-    """Length of a training block; longer conversations are split between exchanges."""
+    """Length of a training block in tokens. Longer conversations are split between exchanges."""
     packing: Literal["best-fit", "pad"] = "best-fit"
-    """Packing method: fill blocks with whole documents, or use one document per block and pad each batch."""
+    """Packing method: best-fit fills blocks with whole documents; pad uses one document per block."""
     heldout_source: str | None = None
-    """Source of the held-out conversations (default: `heldout_share` of the training source)."""
+    """Corpus of held-out conversations (default: `heldout_share` of the training data)."""
     heldout_share: float = Field(0.01, ge=0, lt=1)
-    """Share of the conversations to hold out, selected by a hash of their ids, or of ids and contents if there are few
-    distinct ids. 0 is allowed only for counting a table."""
+    """Fraction of the conversations to hold out, selected by a hash of their ids, or of ids and contents if there are
+    few distinct ids. 0 is allowed only for counting a table."""
     heldout_limit: int = Field(256, ge=1)
     """Maximum number of held-out conversations."""
     min_clean_share: float = Field(0.98, ge=0, le=1)
-    """Minimum share of documents without faults for `draftsmith prepare --lint`."""
+    """Minimum fraction of documents without faults, which `draftsmith prepare --lint` checks."""
     min_trained_share: float = Field(0.01, ge=0, le=1)
-    """Minimum share of supervised tokens."""
+    """Minimum fraction of supervised tokens in the training data."""
     cache: str = "runs/prepared"
-    """Directory of prepared blocks. They are reused if source, options, template and tokenizer are unchanged."""
+    """Directory for prepared blocks, which are reused if source, options, template and tokenizer are unchanged."""
 
     def parts(self) -> list[SourceSection]:
         """Return the corpora in `mixture`, or the single corpus `source`."""
@@ -100,6 +100,6 @@ class DataSection(PlaceSection):
             state = "both" if self.source else "neither"
             raise ValueError(f"set exactly one of `source` (a corpus) and `mixture` (several), got {state}")
         if self.source is None and any(getattr(self, name) for name in PlaceSection.model_fields):
-            raise ValueError(f"with `mixture`, set {', '.join(PlaceSection.model_fields)} in its corpora")
+            raise ValueError(f"`mixture`: set {', '.join(PlaceSection.model_fields)} in each corpus instead")
         check_cleaning(self.clean)
         return self

@@ -11,11 +11,11 @@ from ...checkpoints.storage.messages import did_you_mean
 
 Model = TypeVar("Model", bound=BaseModel)
 _BRANCH = "DrafterRecipe]"
-"""Suffix of a path element that pydantic adds for a field that is a recipe or a name. It is not a key."""
+"""Suffix of a path element, not a key, that pydantic adds for a field that is either a recipe or a name."""
 
 
 def checked(model: type[Model], values: Any, under: str = "") -> Model:
-    """Validate the values of a section. Raise ValueError with the paths of invalid keys, prefixed with `under`."""
+    """Validate the values of a section. Raise ValueError with the paths of invalid keys, with the prefix `under`."""
     try:
         return model.model_validate(values)
     except ValidationError as error:
@@ -23,7 +23,7 @@ def checked(model: type[Model], values: Any, under: str = "") -> Model:
 
 
 def describe(model: type[BaseModel], fault: Any, under: str = "") -> str:
-    """Describe a validation error with the path of the key (prefixed with `under`) and the closest valid name."""
+    """Describe a validation error, with the path of the key (with the prefix `under`) and the closest valid name."""
     path = [*([under] if under else []), *(part for part in map(str, fault["loc"]) if not part.endswith(_BRANCH))]
     key = ".".join(path)
     if fault["type"] == "extra_forbidden":
@@ -42,7 +42,7 @@ def describe(model: type[BaseModel], fault: Any, under: str = "") -> str:
 
 
 def _keys(model: type[BaseModel], under: str) -> Iterator[str]:
-    """Yield the dotted paths of all keys of a section and its subsections, prefixed with `under`."""
+    """Yield the dotted paths of all keys of a section and its subsections, with the prefix `under`."""
     for name, item in model.model_fields.items():
         path = f"{under}.{name}" if under else name
         yield path

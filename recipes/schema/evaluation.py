@@ -18,15 +18,15 @@ class MethodSection(Section):
     label: str | None = None
     """Label of the row (default: the method, followed by the temperature if the row sets one)."""
     options: dict[str, Any] = {}
-    """Options of the method, such as gamma (see `docs/methods`). Two defaults of SLiM differ from its paper:
-    equation 2 is `lengths: full` (appendix C is `all`), and equation 5 is `unseen_correlation: 0`."""
+    """Options of the method, such as gamma (see `docs/methods`). The defaults of SLiM follow appendix C of its paper;
+    set `lengths: full` for equation 2, and `unseen_correlation: 0` for equation 5."""
     temperature: float | None = Field(None, ge=0)
-    """Sampling temperature (default: the recipe's). At 0, `mjsd` searches the beams that Algorithm 1 of arXiv
-    2407.09722 samples; the paper uses temperature 1 with `top_k: 20` and `top_p: 0.9` (appendix D)."""
+    """Sampling temperature (default: the recipe's). At 0, `mjsd` uses a deterministic beam search. Its paper (arXiv
+    2407.09722, appendix D) samples beams at temperature 1 with `top_k: 20` and `top_p: 0.9`."""
 
 
 def every_row(parts: Container[str], at: float, temperature: float | None) -> list[MethodSection]:
-    """Return a row for each method and variant that is available with the given artifacts at a temperature."""
+    """Return a row for each method and variant that the artifacts `parts` support at the temperature `at`."""
     from ...decode.methods import all_rows
 
     suffix = "" if temperature is None else f" T={temperature:g}"
@@ -41,27 +41,27 @@ class _Decoding(Section):
     """Fields shared by all recipes that decode."""
 
     template: str = "vicuna-v1.1"
-    """Name of the chat template; `tokenizer`: the tokenizer's own. A server applies its own template; then this only
-    decides whether a leading space of an answer is removed."""
+    """Name of the chat template, or `tokenizer` for the tokenizer's own template. A server applies its own template;
+    this field then only determines whether a leading space is removed from answers."""
     template_options: dict[str, Any] = {}
-    """Variables of the tokenizer's own chat template, such as `{enable_thinking: false}`; `date` sets its current date
-    (default: 2024-07-26)."""
+    """Variables for the tokenizer's own chat template, such as `{enable_thinking: false}`. The variable `date` sets the
+    current date in the template (default: 2024-07-26)."""
     temperature: float = Field(0.0, ge=0)
-    """Sampling temperature; 0 decodes greedily. `transformers serve` samples only if the generation config does."""
+    """Sampling temperature; 0 decodes greedily. `transformers serve` samples only if the generation config does so."""
     top_k: int = Field(0, ge=0)
-    """Number of most likely tokens to sample from; 0: all. Servers receive it only if it is not 0."""
+    """Number of most likely tokens to sample from; 0 uses all tokens, and is not sent to servers."""
     top_p: float = Field(1.0, gt=0, le=1)
-    """Probability mass of the most likely tokens to sample from."""
+    """Total probability of the most likely tokens to sample from (nucleus sampling)."""
     device: str = "auto"
-    """Device: auto, cpu, cuda, cuda:1 …"""
+    """Device for decoding, such as auto, cpu, cuda or cuda:1."""
     dtype: Literal["auto", "float32", "bfloat16", "float16", "int8"] = "auto"
-    """Data type of the weights; auto: that of the files. int8 rounds matrices to eight bits per weight with one scale
-    per row; CPUs compute with these integers, GPUs with bfloat16."""
+    """Data type of the weights; auto uses the type of the files. int8 quantises matrices to eight bits per weight, with
+    one scale per row; CPUs compute with these integers, GPUs with bfloat16."""
     stop: list[str] = []
     """Additional tokens that end generation, besides the tokenizer's EOS token, the EOS tokens in
     `generation_config.json` and the end-of-turn token of the template."""
     seed: int = 0
-    """Random seed. Each prompt has its own random numbers, independent of the other prompts of a batch."""
+    """Random seed. The random numbers of a prompt do not depend on the other prompts in its batch."""
 
 
 class EvaluateRecipe(_Decoding):
@@ -77,48 +77,48 @@ class EvaluateRecipe(_Decoding):
     drafter_dtype: Literal["auto", "float32", "bfloat16", "float16", "int8"] | None = None
     """Data type of the drafters' weights (default: `dtype`). Lossless methods remain lossless with any type."""
     more_drafters: list[str] = []
-    """Further drafters. A row with the option `drafter: 2` uses the first of them; specinfer uses all drafters."""
+    """Additional drafters. A row with the option `drafter: 2` uses the first of these; specinfer uses all drafters."""
     heads: str | None = None
     """Directory or hub id of the prediction heads."""
     table: str | None = None
     """Directory or hub id of the correlation table."""
     prompts: str
-    """Prompts: name of an evaluation set (`draftsmith prepare --list`), or file, directory or hub id of conversations,
-    whose first question is the prompt."""
+    """Name of an evaluation set (`draftsmith prepare --list`), or file, directory or hub id of conversations, whose
+    first questions are the prompts."""
     prompts_path: str | None = None
     """Local copy of the evaluation set, used instead of the hub."""
     groups: list[str] = []
     """Categories of prompts to use (default: all)."""
     limit: int = Field(80, ge=1)
-    """Maximum number of prompts, or of conversations if every turn is asked."""
+    """Maximum number of prompts, or of conversations if all questions are asked."""
     turns: Literal["auto", "first", "all"] = "auto"
-    """Questions of a conversation to ask. first: the first one. all: every question, after the recorded answers or, if
-    there are none, the target's greedy answers. auto: all for chatalpaca, mt-bench and spec-bench, else first."""
+    """Questions of a conversation to ask: first, all or auto (all for chatalpaca, mt-bench and spec-bench, else first).
+    Later questions follow the recorded answers or, if there are none, the target's greedy answers."""
     max_prompt_tokens: int = Field(1024, ge=1)
-    """Maximum length of a prompt; longer ones are skipped and counted."""
+    """Maximum length of a prompt in tokens. Longer prompts are skipped, and their number is reported."""
     max_new_tokens: int = Field(128, ge=1)
     """Maximum number of new tokens per prompt."""
     batch: int = Field(1, ge=1)
-    """Batch size; prompts of similar lengths share a batch. Intervals are then over batches, and the time of a prompt
-    is its share of the batch's time. `ideal`, `cost_ratio`, FLOPs and joules are measured at batch size 1."""
+    """Batch size; prompts of similar lengths share a batch. Confidence intervals are over batches, and the time of a
+    batch is divided among its prompts. `ideal`, `cost_ratio`, FLOPs and joules are measured at batch size 1."""
     repeats: int = Field(1, ge=1)
-    """Number of timed runs of each prompt with each method; medians are reported."""
+    """Number of timed runs of each prompt with each method. The medians are reported."""
     compare_with_transformers: bool = True
-    """Whether to also run `transformers.generate` at temperature 0, to compare its tokens and its speed."""
+    """Whether to also run `transformers.generate` at temperature 0, and compare its tokens and speed."""
     energy: Literal["auto", "off"] = "auto"
-    """auto: measure joules per token if a counter is available (NVML for GPUs, RAPL for processors), in four windows of
-    some seconds for each method; otherwise log why not. off: do not measure them."""
+    """Measurement of joules per token; off disables it. auto measures four windows of a few seconds for each method if
+    an energy counter is available (NVML for GPUs, RAPL for processors), and logs a message otherwise."""
     energy_batches: list[Annotated[int, Field(ge=1)]] = []
-    """Batch sizes at which time and energy of the target's forward passes are measured (`--energy`)."""
+    """Batch sizes at which the time and energy of the target's forward passes are measured (`--energy`)."""
     energy_runs: int = Field(300, ge=1)
     """Number of timed forward passes for each batch size in `energy_batches`."""
     energy_context: int = Field(128, ge=1)
-    """Number of cached tokens per sequence in these forward passes."""
+    """Number of cached tokens per sequence in the forward passes of `energy_batches`."""
     device_map: str | None = None
-    """Placement of the target on several devices, as in accelerate: auto, balanced … (default: `device` only)."""
+    """Placement of the target on several devices (accelerate), such as auto or balanced (default: `device` only)."""
     methods: list[MethodSection] = Field(min_length=1)
-    """Rows of the results table, including the baseline `autoregressive`. `all`: every method that is available with
-    the given artifacts, at `temperature` and, if it is 0, also at temperature 1."""
+    """Rows of the results table, including the baseline `autoregressive`. `all` selects every method that the given
+    artifacts support, at `temperature` and, if this is 0, also at temperature 1."""
 
     @model_validator(mode="before")
     @classmethod
@@ -136,7 +136,7 @@ class EvaluateRecipe(_Decoding):
         return [source for source in (*named, self.prompts, self.prompts_path) if source is not None]
 
     def asks_every_turn(self) -> bool:
-        """Return whether all questions of a conversation are asked, not only the first."""
+        """Return whether all questions of a conversation are asked, instead of only the first question."""
         corpus = find_corpus(self.prompts)
         return self.turns == "all" or (self.turns == "auto" and corpus is not None and corpus.every_turn)
 
@@ -154,31 +154,31 @@ class EvaluateRecipe(_Decoding):
         labels = self.labels()
         for label in labels:
             if label == "transformers" or labels.count(label) > 1:
-                raise ValueError(f"labels of `methods` must be distinct, not transformers, got {label!r}: set `label`")
+                raise ValueError(f"each of `methods` requires a unique `label`, not 'transformers', got {label!r}")
         at = [(row.method, self.temperature_of(row)) for row in self.methods]
         compared = {temperature for method, temperature in at if method == "autoregressive"}
         missing = {temperature for _, temperature in at} - compared
         if missing:
             setting = f"temperature {min(missing):g}"
-            raise ValueError(f"`methods` must contain `autoregressive` at {setting}, the baseline of speedups")
+            raise ValueError(f"`methods` must contain the baseline `autoregressive` at {setting} to compute speedups")
         if self.batch > 1 and self.compare_with_transformers:
             raise ValueError(f"`compare_with_transformers` requires `batch: 1`, got {self.batch}: set it to false")
         return self
 
 
 class CorpusSection(Section):
-    """Corpus of a quickstart: documentation of installed Python packages, and files."""
+    """Corpus of a quickstart, which consists of the documentation of installed Python packages, and files."""
 
     packages: list[str] = Field(min_length=1)
     """Packages to read in addition to the standard library; missing ones are skipped and logged."""
     megabytes: float = Field(ge=0)
-    """Size of the documentation to read, spread over the packages; 0: read `files` only."""
+    """Size of the documentation to read in megabytes, spread over the packages; 0 reads only `files`."""
     files: list[str] = []
-    """Further questions, mixed in at random: files, directories, corpora by name or hub ids."""
+    """Files, directories, names of corpora or hub ids with further questions, which are mixed in at random."""
     heldout_share: float = Field(0.02, gt=0, lt=1)
-    """Share of the documented objects and of the rows in `files` to hold out, selected by a hash of their names."""
+    """Fraction of the documented objects and of the rows in `files` to hold out, selected by a hash of their names."""
     vocab_size: int | None = Field(4096, ge=300)
-    """Vocabulary size of the byte-level BPE to train on the corpus; null: use the target's tokenizer."""
+    """Vocabulary size of the byte-level BPE tokenizer to train on the corpus; null uses the target's tokenizer."""
 
 
 class ServerSection(Section):
@@ -189,11 +189,11 @@ class ServerSection(Section):
     model: str
     """Name of the model on the server."""
     concurrency: int = Field(16, ge=1)
-    """Number of requests in flight."""
+    """Number of concurrent requests."""
     timeout: float = Field(600.0, gt=0)
-    """Timeout of an answer in seconds, after which it is requested again, up to a few times."""
+    """Timeout of a request in seconds. A request that times out is repeated a few times."""
     key_variable: str = "OPENAI_API_KEY"
-    """Environment variable with the API key; if it is not set, the key is sent as `none`."""
+    """Name of the environment variable that contains the API key. If it is not set, the key is `none`."""
 
 
 class RegenerateRecipe(PlaceSection, _Decoding):
@@ -201,27 +201,27 @@ class RegenerateRecipe(PlaceSection, _Decoding):
 
     kind: Literal["regenerate"]
     out: str = Field(pattern=r"\.jsonl$")
-    """File of the new conversations (.jsonl); settings, errors and the recipe are written next to it."""
+    """Output file for the new conversations (.jsonl). Settings, errors and the recipe are written next to it."""
     source: str
-    """Corpus whose questions are answered, as in a data section."""
+    """Corpus whose questions are answered, as `source` in a data section."""
     clean: dict[str, Any] = {}
-    """Cleaning options, see `draftsmith.data.cleaning.cleaner.Cleaning`."""
+    """Cleaning options; see `draftsmith.data.cleaning.cleaner.Cleaning`."""
     target: str | None = None
-    """Directory or hub id of the target, to decode in this process."""
+    """Directory or hub id of the target, if it is decoded in this process."""
     server: ServerSection | None = None
     """Server that generates the answers, instead of a local target."""
     system: str | None = None
-    """System prompt for conversations without one, stored with them (default: that of the template)."""
+    """System prompt to add to conversations that have none (default: the system prompt of the template)."""
     max_new_tokens: int = Field(1024, ge=1)
     """Maximum number of tokens per answer."""
     on_length: Literal["drop", "keep"] = "drop"
-    """Treatment of answers that reach the token limit: `drop` removes them and all later turns, because a drafter
-    would learn to stop there."""
+    """Treatment of answers that reach the token limit. `drop` removes them and all later turns, because a drafter would
+    learn to end answers there."""
     sampled: float = Field(0.0, ge=0, le=1)
-    """Share of the questions, chosen by their seeds, that are answered at temperature 1 instead of `temperature`, for
-    drafters that are used at both temperatures."""
+    """Fraction of the questions, selected by their seeds, that are answered at temperature 1 instead of `temperature`,
+    for drafters that are used at both temperatures."""
     batch: int = Field(16, ge=1)
-    """Batch size of local decoding; a finished conversation is replaced by the next one."""
+    """Batch size of local decoding. A finished conversation is replaced by the next one."""
 
     @model_validator(mode="after")
     def _check_source(self) -> "RegenerateRecipe":
@@ -233,21 +233,21 @@ class RegenerateRecipe(PlaceSection, _Decoding):
 
 
 class QuickstartRecipe(Section):
-    """Recipe of all stages: corpus, tokenizer, target, responses, drafter, heads, table and evaluation."""
+    """Recipe that runs all stages: corpus, tokenizer, target, responses, drafter, heads, table and evaluation."""
 
     kind: Literal["quickstart"]
     out: str = "runs/quickstart"
     """Output directory, which replaces `{out}` in the stages below."""
     minutes: float = Field(8.0, gt=0)
-    """Approximate time budget on two cores in minutes. Training steps and `answers.limit` of the stages are multiplied
-    by minutes / `reference_minutes`."""
+    """Approximate time budget in minutes on two CPU cores. The training steps of all stages and `answers.limit` are
+    multiplied by `minutes` / `reference_minutes`."""
     reference_minutes: float = Field(8.0, gt=0)
     """Time in minutes for which the settings of the stages are designed."""
     seed: int = 0
-    """Seed of the corpus, the initial weights and the order of the data."""
+    """Random seed for the corpus, the initial weights and the order of the data."""
     precision: Literal["auto", "float32", "bfloat16"] = "float32"
-    """Data type for regeneration and for the training of drafters and heads. auto: bfloat16 if the hardware supports
-    it, else float32. The evaluation is not affected."""
+    """Data type for regenerating responses and for training drafters and heads, but not for the evaluation. auto uses
+    bfloat16 if the hardware supports it, otherwise float32."""
     corpus: CorpusSection
     target: DrafterRecipe | str
     """Recipe that trains the target, or an existing model: a directory or hub id, to which `{out}/target` links, or a

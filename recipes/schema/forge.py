@@ -18,36 +18,36 @@ class ForgeRecipe(Section):
     hours: float = Field(2.0, gt=0)
     """Approximate time budget in hours."""
     more_hours: float = Field(0.0, ge=0)
-    """Additional hours for training the chosen candidates, also after the forge has finished."""
+    """Additional hours for training the selected candidates. They can be added after a forge has finished."""
     template: str = "tokenizer"
-    """Name of the chat template; `tokenizer`: the target's own."""
+    """Name of the chat template, or `tokenizer` for the target's own template."""
     template_options: dict[str, Any] = {}
-    """Variables of the tokenizer's own chat template, such as `{enable_thinking: false}`; `date` sets its current date
-    (default: 2024-07-26)."""
+    """Variables for the tokenizer's own chat template, such as `{enable_thinking: false}`. The variable `date` sets the
+    current date in the template (default: 2024-07-26)."""
     prompts: list[str] = []
-    """Files of prompts representative of the workload (default: made from documentation of installed packages)."""
+    """Files with prompts that represent the workload (default: from the documentation of installed packages)."""
     heldout_share: float = Field(0.05, gt=0, lt=1)
-    """Share of the prompts that is held out for measurements."""
+    """Fraction of the prompts that is held out for measurements."""
     max_prompt_tokens: int = Field(1024, ge=1)
-    """Maximum length of the prompts in measurements."""
+    """Maximum length of the prompts in measurements, in tokens."""
     drafters: list[str] = []
-    """Existing drafters, tried in addition to trained ones."""
+    """Directories or hub ids of existing drafters, which are compared with the trained drafters."""
     temperature: list[Annotated[float, Field(ge=0)]] = Field([0.0], min_length=1)
-    """Sampling temperatures to optimise for, each separately."""
+    """Sampling temperatures to optimise for. Each has its own result."""
     batch: list[Annotated[int, Field(ge=1)]] = Field([1], min_length=1)
-    """Batch sizes to optimise for, each separately; in an engine, numbers of concurrent requests."""
+    """Batch sizes (with an engine: numbers of concurrent requests) to optimise for. Each has its own result."""
     new_tokens: int = Field(64, ge=8)
-    """Number of new tokens per prompt when measuring."""
+    """Number of new tokens per prompt in measurements."""
     engine: Literal["vllm", "sglang", "llama.cpp"] | None = None
     """Serving engine for which the drafters are exported and tuned."""
     engine_options: str = ""
-    """Further arguments of the engine, such as `--dtype float32`."""
+    """Additional arguments for the engine, such as `--dtype float32`."""
     llama_cpp: str | None = None
-    """Directory of a llama.cpp checkout, whose converter exports drafters."""
+    """Directory of a llama.cpp checkout, whose converter is used to export drafters."""
     processes: int = Field(1, ge=1)
     """Number of training processes, one per GPU."""
     launch: str = ""
-    """Further options of `accelerate launch`, such as `--config_file zero2.yaml`."""
+    """Additional options for `accelerate launch`, such as `--config_file zero2.yaml`."""
     seed: int = 0
     """Random seed."""
 

@@ -89,7 +89,7 @@ def launch_settings() -> dict[str, Path]:
 
 
 def first_sentence(path: Path) -> str:
-    """Return the first sentence of the comment at the top of a recipe, skipping the command in the first line."""
+    """Return the first sentence of the comment at the top of a recipe, without the command in the first line."""
     comment: list[str] = []
     for line in path.read_text(encoding="utf-8").splitlines()[1:]:
         if not line.startswith("#"):
@@ -99,7 +99,7 @@ def first_sentence(path: Path) -> str:
 
 
 def find_recipe(name: str) -> Path:
-    """Return the file of a recipe, given its path or shipped name. Raise ValueError if it does not exist."""
+    """Return the path of a recipe, given its path or its shipped name. Raise ValueError if it does not exist."""
     path = Path(name)
     if path.is_file():
         return path
@@ -128,7 +128,7 @@ def read_recipe(path: Path) -> dict[str, Any]:
 
 
 def read_extended(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """Load a recipe, and merge it into the recipe that it `extends`, if any. Raise ValueError for circular references.
+    """Load a recipe, and merge it into the recipe that it `extends`, if any. Raise ValueError for circular `extends`.
 
     Sections are merged key by key, and other values are replaced. `extends` is a path relative to the recipe, or the
     name of a shipped recipe. `above` contains the recipes that extend this one.
@@ -169,13 +169,13 @@ def load_recipe(
     options: Mapping[str, Any] | None = None,
     kinds: Sequence[str] = tuple(RECIPES),
 ) -> Recipe:
-    """Load and validate a recipe, given its file or shipped name. See `parse_recipe` for the arguments."""
+    """Load and validate a recipe, given its path or shipped name. See `parse_recipe` for the other arguments."""
     path = find_recipe(name)
     return parse_recipe(read_extended(path), str(path), overrides, options=options, kinds=kinds)
 
 
 def load_training(name: str, overrides: Sequence[str] = ()) -> TrainingRecipe:
-    """Load and validate a recipe of `draftsmith train`. See `load_recipe`."""
+    """Load and validate a recipe for `draftsmith train`; see `load_recipe`."""
     recipe = load_recipe(name, overrides, kinds=("drafter", "heads", "table"))
     assert isinstance(recipe, TrainingRecipe)
     return recipe
@@ -189,7 +189,7 @@ def parse_recipe(
     options: Mapping[str, Any] | None = None,
     kinds: Sequence[str] = tuple(RECIPES),
 ) -> Recipe:
-    """Validate a recipe. The mapping `values` is modified in place.
+    """Apply overrides to a recipe and validate it. Modifies `values` in place.
 
     Args:
         values: Mapping of the recipe.
@@ -198,7 +198,7 @@ def parse_recipe(
         options: Overrides as a mapping from key path to value, applied first.
         kinds: Kinds of recipes that the caller supports.
 
-    Raises ValueError if the recipe has mistakes. The message lists them with their keys and the closest names.
+    Raises ValueError if the recipe is invalid. The message lists the invalid keys and similar valid names.
     """
     for key, value in (options or {}).items():
         _set(values, key, value)
@@ -213,7 +213,7 @@ def parse_recipe(
     kind = values.get("kind")
     if not isinstance(kind, str) or kind not in RECIPES:
         near = did_you_mean(str(kind), list(RECIPES))
-        raise ValueError(f"{description}: `kind` is {kind!r}.{near} Known: {', '.join(RECIPES)}")
+        raise ValueError(f"{description}: `kind` must be one of {', '.join(RECIPES)}, got {kind!r}.{near}")
     if kind not in kinds:
         raise ValueError(f"{description} is a recipe of kind {kind!r}, but this command takes {', '.join(kinds)}")
     try:
@@ -243,12 +243,12 @@ def _index(section: dict[str, Any] | list[Any], key: str) -> str | int:
     if isinstance(section, dict):
         return key
     if not key.isdigit() or int(key) >= len(section):
-        raise ValueError(f"{key!r} is not an index of a list of {len(section)}")
+        raise ValueError(f"{key!r} is not an index of a list with {len(section)} items")
     return int(key)
 
 
 def dump_recipe(recipe: Recipe) -> str:
-    """Return the resolved recipe as YAML, without secrets. The YAML can be used to repeat the run."""
+    """Return the resolved recipe as YAML without secrets, from which the run can be repeated."""
     values = recipe.model_dump(mode="json")
     first = {key: values[key] for key in ("kind", "out") if key in values}
     return yaml.safe_dump(to_json_safe(first | values), sort_keys=False, allow_unicode=True)

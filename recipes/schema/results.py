@@ -27,7 +27,7 @@ class _Checked(BaseModel):
 
 
 class Row(_Checked):
-    """Row of `methods`, with the keys that `evaluate` and `bench` have in common."""
+    """Row of `methods` with the keys that results of `evaluate` and `bench` have in common."""
 
     label: str
     method: str
@@ -107,12 +107,12 @@ _MODELS: dict[str, type[Results]] = {EVALUATION: EvaluationResults, BENCH: Bench
 
 
 def derive_path(results: Path, name: str) -> Path:
-    """Return the path of a file next to a results file: `name.json` for `results.json`, else `STEM.name.json`."""
+    """Return the path of `name.json` next to `results.json`, or of `STEM.name.json` next to `STEM.json`."""
     return results.with_name(f"{name}.json" if results.stem == "results" else f"{results.stem}.{name}.json")
 
 
 def write_results(path: Path, results: Mapping[str, Any]) -> None:
-    """Validate results, and write them atomically. Raise ValueError if they do not match the schema."""
+    """Validate results and write them to a file atomically. Raise ValueError if they do not match the schema."""
     text = json.dumps(results, indent=2, allow_nan=False) + "\n"
     checked(_MODELS[results["kind"]], json.loads(text))
     atomic_text(path, text)

@@ -10,7 +10,7 @@ _URL = "^https?://"
 
 
 class BenchRecipe(Section):
-    """Benchmark of an OpenAI-compatible server (vLLM, SGLang, llama.cpp, `transformers serve`) and a baseline."""
+    """Recipe that benchmarks an OpenAI-compatible server (vLLM, SGLang, llama.cpp, `transformers serve`)."""
 
     kind: Literal["bench"]
     out: str = Field("bench.json", pattern=r"\.json$")
@@ -18,13 +18,13 @@ class BenchRecipe(Section):
     server: str = Field(pattern=_URL)
     """Base URL of the server's API, such as http://127.0.0.1:8000/v1."""
     baseline: str | None = Field(None, pattern=_URL)
-    """Base URL of a server of the same model without drafting. Both servers take turns and are compared by prompt."""
+    """Base URL of a server that runs the same model without drafting. Requests alternate between the two servers."""
     model: str | None = None
-    """Name of the model on the server (default: the first that the server lists)."""
+    """Name of the model on the server (default: the first model that the server lists)."""
     baseline_model: str | None = None
-    """Name of the model on the baseline server. `transformers serve MODEL` lists none and accepts only its path."""
+    """Name of the model on the baseline server. `transformers serve MODEL` lists no models: set the path MODEL."""
     prompts: str = "spec-bench"
-    """Prompts, as in a recipe of kind evaluate."""
+    """Evaluation set, file, directory or hub id of the prompts, as in a recipe of kind `evaluate`."""
     prompts_path: str | None = None
     """Local copy of the evaluation set, used instead of the hub."""
     groups: list[str] = []
@@ -32,17 +32,17 @@ class BenchRecipe(Section):
     limit: int = Field(80, ge=1)
     """Maximum number of prompts."""
     concurrency: list[Annotated[int, Field(ge=1)]] = Field([1], min_length=1)
-    """Numbers of concurrent requests; each is measured separately."""
+    """Numbers of concurrent requests. Each number is measured separately."""
     max_new_tokens: int = Field(128, ge=1)
     """Maximum number of tokens per answer."""
     temperature: float = Field(0.0, ge=0)
     """Sampling temperature; 0 decodes greedily."""
     seed: int = 0
-    """Seed of sampling."""
+    """Random seed for sampling."""
     timeout: float = Field(600.0, gt=0)
     """Timeout of a request in seconds."""
     key_variable: str = "OPENAI_API_KEY"
-    """Environment variable with the API key; if it is not set, the key is sent as `none`."""
+    """Name of the environment variable that contains the API key. If it is not set, the key is `none`."""
 
     @model_validator(mode="after")
     def _loads(self) -> "BenchRecipe":

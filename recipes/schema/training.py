@@ -39,7 +39,7 @@ else:
 
 
 class LoraSection(Section):
-    """LoRA adapter, trained with peft in place of the whole model (Hu et al. 2021, arXiv 2106.09685)."""
+    """LoRA adapter that is trained with peft instead of the whole model (Hu et al. 2021, arXiv 2106.09685)."""
 
     rank: int = Field(16, ge=1)
     """Rank of each adapter matrix."""
@@ -48,7 +48,7 @@ class LoraSection(Section):
     dropout: float = Field(0.0, ge=0, lt=1)
     """Dropout probability before each adapter."""
     targets: list[str] = []
-    """Suffixes of the names of the adapted linear layers, such as q_proj (default: all but the output projection)."""
+    """Suffixes of the names of linear layers to adapt, such as q_proj (default: all except the output projection)."""
     export: Literal["merged", "adapter"] = "merged"
     """Content of the artifact: the model with the adapter merged, or the adapter only."""
 
@@ -60,18 +60,18 @@ class VocabularySection(Section):
     """
 
     tokens: int = Field(ge=1)
-    """Number of tokens that can be drafted: the most frequent supervised tokens of the data. Other tokens are valid
-    inputs but are never drafted (FR-Spec: Zhao et al. 2025, arXiv 2502.14856)."""
+    """Number of tokens that can be drafted: the most frequent supervised tokens in the data. Other tokens are valid
+    inputs, but they are never drafted (FR-Spec: Zhao et al. 2025, arXiv 2502.14856)."""
 
 
 class ParallelSection(_Parallel):
-    """Parallel drafting of several tokens in one forward pass (PARD); autoregressive drafting still works.
+    """Parallel drafting of several tokens in one forward pass (PARD). Autoregressive drafting remains possible.
 
     See `train.config.Parallel`.
     """
 
     token: int | None = Field(None, ge=0)  # type: ignore[assignment]
-    """Id of the mask token (default: the model's, or the rarest token of the data)."""
+    """Id of the mask token (default: the model's mask token, or the rarest token in the data)."""
 
 
 class ModelSection(Section):
@@ -80,17 +80,17 @@ class ModelSection(Section):
     source: str | None = None
     """Directory or hub id of the initial model."""
     layers: list[int] = []
-    """Layers of `source` to keep, counted from 0, for a drafter cut from its target (default: all)."""
+    """Layers of `source` to keep, counted from 0, to make a drafter from a target (default: all layers)."""
     config: dict[str, Any] | None = None
     """Configuration of a new model: `model_type` and other fields of its transformers configuration."""
     vocabulary: VocabularySection | None = None
-    """Draft vocabulary (default: that of `source`, or the whole vocabulary)."""
+    """Draft vocabulary (default: the draft vocabulary of `source`, or the whole vocabulary)."""
     freeze_embeddings: bool = False
-    """Whether the token embeddings and the output projection stay fixed."""
+    """Whether to freeze the token embeddings and the output projection."""
     lora: LoraSection | None = None
     """LoRA adapter to train (default: train the whole model)."""
     attention: Literal["auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3"] = "auto"
-    """Attention kernel of transformers; auto: SDPA if the model supports it."""
+    """Attention implementation of transformers; auto uses SDPA if the model supports it."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Data type of the weights during training."""
 
@@ -104,24 +104,24 @@ class ModelSection(Section):
         if self.layers and (self.source is None or min(self.layers) < 0 or self.layers != sorted(set(self.layers))):
             raise ValueError(f"`layers` must be distinct, ascending layers of `source`, got {self.layers}")
         if self.lora is not None and (self.config is not None or self.freeze_embeddings):
-            raise ValueError("`lora` requires `source` and frozen embeddings: remove `config` and `freeze_embeddings`")
+            raise ValueError("`lora` adapts a frozen model, `source`: remove `config` and `freeze_embeddings`")
         return self
 
 
 class TeacherSection(Section):
-    """Target as the teacher of the distillation objectives."""
+    """Settings for the target as the teacher of distillation objectives."""
 
     temperature: float = Field(1.0, gt=0)
     """Temperature that divides the logits of teacher and student."""
     top_k: int = Field(0, ge=0)
-    """Number of most likely tokens to distil; the other tokens count as one event. 0 distils all tokens."""
+    """Number of most likely tokens to distil. All other tokens count as one event. 0 distils all tokens."""
     cache: str | None = None
-    """Directory of the target's `top_k` log-probabilities of all blocks, written by `draftsmith prepare --teacher`. The
-    target then runs once for all epochs and drafters."""
+    """Directory of a cache of the target's `top_k` log-probabilities, written by `draftsmith prepare --teacher`. With a
+    cache, the target runs only once for all epochs and drafters."""
     dtype: Literal["auto", "float32", "bfloat16", "float16", "int8"] = "auto"
-    """Data type of the target's weights; auto: that of the files. int8 equals the rounding of `evaluate`."""
+    """Data type of the target's weights; auto uses the type of the files. int8 quantises as `evaluate` does."""
     batch: int = Field(4, ge=1)
-    """Blocks per forward pass when the cache is written."""
+    """Number of blocks per forward pass when the cache is written."""
 
     @model_validator(mode="after")
     def _consistent(self) -> TeacherSection:
@@ -144,10 +144,10 @@ class TrainSection(_Loop):
     steps: int | None = Field(None, ge=1)  # type: ignore[assignment]
     """Number of optimizer steps."""
     trackers: list[Literal["tensorboard", "wandb", "trackio", "mlflow"]] = []
-    """Additional experiment trackers, through accelerate."""
+    """Experiment trackers to log to, in addition to the log file."""
 
     def fit_config(self, steps: int, keep_best: str | None) -> FitConfig:
-        """Return the settings of the training loop for the given number of steps."""
+        """Return the settings of the training loop for a number of steps and a metric that selects the weights."""
         names = (item.name for item in fields(FitConfig) if item.name not in ("steps", "keep_best"))
         return FitConfig(steps=steps, keep_best=keep_best, **{name: getattr(self, name) for name in names})
 
@@ -160,31 +160,31 @@ class HeadsTrainSection(TrainSection):
 
 
 class MeasureSection(Section):
-    """Measurement of the acceptance on a fixed sample of held-out prompts during training."""
+    """Measurement of acceptance on a fixed sample of held-out prompts during training."""
 
     prompts: int = Field(16, ge=0)
-    """Number of held-out prompts to decode; 0 disables it. With fewer than 8, the last weights are kept."""
+    """Number of held-out prompts to decode; 0 decodes none. With fewer than 8, the last weights are kept."""
     new_tokens: int = Field(48, ge=1)
     """Number of new tokens per prompt."""
     temperature: float = Field(0.0, ge=0)
     """Sampling temperature; 0 decodes greedily."""
     gamma: int = Field(4, ge=1)
-    """Number of draft tokens per step (drafters)."""
+    """For drafters: number of draft tokens per step."""
     tree: str = "2x1"
-    """Candidates for each depth, or tree paths such as `0, 1, 0.0` (heads). The depth is at most `num_heads`."""
+    """For heads: number of candidates at each depth, or tree paths such as `0, 1, 0.0`; at most `num_heads` deep."""
     sequences: int = Field(4, ge=0)
-    """Number of sequences of SLiM, which is measured in addition to Medusa (heads); 0 disables it."""
+    """For heads: number of sequences of SLiM, which is measured in addition to Medusa; 0 disables SLiM."""
     table: str | None = None
-    """Correlation table of SLiM (default: none, so that r = 1 and only sequences over all heads are used)."""
+    """Directory of the correlation table of SLiM. Without a table, r is 1 and all sequences have maximum length."""
     blocks: int = Field(64, ge=0)
-    """Number of held-out blocks for losses and teacher-forced agreement; 0 disables it."""
+    """Number of held-out blocks for computing losses and teacher-forced agreement; 0 disables them."""
     keep: Literal["best", "last"] = "best"
-    """Weights to save: those of the evaluation with the most tokens per step, or the last weights."""
+    """Weights to save: the weights with the most tokens per step in an evaluation, or the last weights."""
 
 
 Weight = float | list[float]
-"""Weight of an objective: a number, [start, end], or [start, end, share of the run at which the end is reached]. It
-changes linearly."""
+"""Weight of an objective: a number, or [start, end] for a linear change. An optional third number is the fraction of
+the run after which `end` is reached."""
 
 
 class _Recipe(Section):
@@ -192,16 +192,16 @@ class _Recipe(Section):
 
     kind: Literal["drafter", "heads"]
     out: str
-    """Directory of the artifact; logs and checkpoints are in `<out>.state`."""
+    """Output directory of the artifact. Logs and checkpoints are written to `<out>.state`."""
     objective: dict[str, Weight] = {"cross-entropy": 1.0}
-    """Weights by objective (`draftsmith.train.losses.objectives.OBJECTIVES`), for each head. cross-entropy learns from
-    the text, the others from the target's distribution."""
+    """Mapping from objectives (`draftsmith.train.losses.objectives.OBJECTIVES`) to their weights. cross-entropy learns
+    from the text, and all others learn from the target's distribution."""
     data: DataSection
     measure: MeasureSection = MeasureSection()
 
     @property
     def distils(self) -> bool:
-        """Check if an objective needs the target's distributions."""
+        """True if an objective learns from the target's distributions."""
         return set(self.objective) != {"cross-entropy"}
 
 
@@ -211,9 +211,9 @@ class DrafterRecipe(_Recipe):
     kind: Literal["drafter"]
     model: ModelSection
     target: str | None = None
-    """Directory or hub id of the target, the teacher of the distillation objectives."""
+    """Directory or hub id of the target, which is the teacher of distillation objectives."""
     tokenizer: str | None = None
-    """Directory or hub id of the tokenizer (default: the target's, or else the model's)."""
+    """Directory or hub id of the tokenizer (default: the target or, if there is none, the model)."""
     teacher: TeacherSection = TeacherSection()
     on_policy: OnPolicySection | None = None
     """On-policy distillation (default: none)."""
@@ -236,34 +236,34 @@ class DrafterRecipe(_Recipe):
             raise ValueError(f"`model.attention: {self.model.attention}` requires `train.precision: bf16`")
         tokens = self.model.vocabulary.tokens if self.model.vocabulary else None
         if tokens is not None and self.teacher.top_k > tokens:
-            raise ValueError(f"`teacher.top_k` is {self.teacher.top_k}, `model.vocabulary.tokens` {tokens}")
+            raise ValueError(f"`teacher.top_k` exceeds `model.vocabulary.tokens` {tokens}, got {self.teacher.top_k}")
         if self.on_policy is not None and (not taught or self.teacher.cache is not None):
-            reason = "a distillation objective" if not taught else "the target itself, not a cache of it"
-            raise ValueError(f"`on_policy` requires {reason}, since the drafter's samples are not known in advance")
+            needed = "no `teacher.cache`" if taught else "an objective that learns from the target"
+            raise ValueError(f"`on_policy` requires {needed}, since only the target can score the drafter's samples")
         return self
 
 
 class HiddenSection(Section):
-    """Hidden states of the target that heads read: recomputed in every step, or cached on disk."""
+    """Hidden states of the target that heads read. They are computed in every step or cached on disk."""
 
     cache: str | None = None
-    """Directory of the hidden states of all training blocks, written by `draftsmith prepare --teacher`. The target then
-    runs once for all epochs and kinds of heads."""
+    """Directory of a cache of the target's hidden states, written by `draftsmith prepare --teacher`. With a cache, the
+    target runs only once for all epochs and types of heads."""
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Data type of the cached states."""
     batch: int = Field(4, ge=1)
-    """Blocks per forward pass when the cache is written."""
+    """Number of blocks per forward pass when the cache is written."""
 
 
 class BaseSection(_Medusa2):
-    """Joint training of the target and its heads in two stages (Medusa-2); see `train.config.Medusa2`.
+    """Settings for training the target jointly with its heads (Medusa-2); see `train.config.Medusa2`.
 
     The first stage trains the heads only. The loss of the second stage is `heads_weight` · Σ losses of the heads +
     `label_weight` · cross entropy + `kl_weight` · KL(original ‖ target); the weight of the heads rises from 0.
     """
 
     lora: LoraSection = LoraSection()
-    """Adapter of the target, which the artifact stores in `base`."""
+    """LoRA adapter of the target, which is stored in the folder `base` of the artifact."""
 
     @model_validator(mode="after")
     def _anchored(self) -> BaseSection:
@@ -282,29 +282,30 @@ class HeadsRecipe(_Recipe):
     """`medusa`: independent heads. `eagle3`: one decoder layer that drafts autoregressively; then `num_layers`,
     `projection`, `rank` and `states` do not apply."""
     layers: list[int] | None = None
-    """Layers of the target whose inputs `eagle3` reads, counted from 0 (default: those that engines read: 2, the middle
-    one and the last but two)."""
+    """Layers of the target whose inputs `eagle3` reads, counted from 0 (default: as in serving engines, layer 2, the
+    middle layer and the third layer from the end)."""
     target: str
     """Directory or hub id of the target."""
     target_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Data type of the target's weights and of the saved heads; auto: that of the files. Heads train in float32."""
+    """Data type of the target's weights and of the saved heads; auto uses the type of the files. Heads are trained in
+    float32."""
     num_heads: int = Field(4, ge=1)
-    """Number of heads; head k predicts the token k + 2 positions ahead (k from 0). With `eagle3`: TTT steps."""
+    """Number of heads. Head k (from 0) predicts the token k + 2 positions ahead. For `eagle3`: number of TTT steps."""
     num_layers: int = Field(1, ge=0)
     """Number of residual blocks per head."""
     projection: Literal["own", "low-rank", "target"] = "own"
-    """Output projection of a head: its own matrix, initialised from the target's; a matrix of rank `rank`; or the
-    target's (version 2 of Medusa)."""
+    """Output projection of a head: its own matrix, initialised from the target's projection, a matrix of rank `rank`,
+    or the target's projection (version 2 of Medusa)."""
     rank: int = Field(0, ge=0)
     """Rank of `projection: low-rank`."""
     vocabulary: VocabularySection | None = None
     """Draft vocabulary of `projection: target` or `eagle3` (default: all tokens)."""
     states: Literal["after-norm", "before-norm"] = "after-norm"
-    """Hidden states that heads read: after the target's final norm, as in Medusa, or before it."""
+    """Hidden states that heads read: after the target's final norm, as in Medusa, or before the final norm."""
     temperature: float = Field(1.0, gt=0)
     """Temperature that divides the logits of teacher and student in distillation objectives."""
     weight_decay_by_head: float = Field(0.8, gt=0)
-    """Base of the weight of head k's loss, which is this value to the power of k (k from 0); 1 in Medusa-1."""
+    """Base of the loss weights: the loss of head k (from 0) is multiplied by this value to the power of k."""
     hidden: HiddenSection = HiddenSection()
     base: BaseSection | None = None
     """Joint training of the target (Medusa-2). Without it, the target is frozen (Medusa-1)."""
@@ -324,7 +325,7 @@ class HeadsRecipe(_Recipe):
         elif self.layers is not None:
             raise ValueError("`layers` applies to `architecture: eagle3` only; Medusa heads read the last hidden state")
         if (self.projection == "low-rank") != (self.rank > 0):
-            raise ValueError(f"`rank` must be at least 1 for low-rank, else 0, got {self.rank} for {self.projection}")
+            raise ValueError(f"`rank` must be at least 1 with low-rank, else 0, got {self.rank} with {self.projection}")
         if self.projection == "target" and self.num_layers == 0:
             raise ValueError("`projection: target` with `num_layers: 0` has nothing to train")
         if self.projection == "target" and self.states == "before-norm":
@@ -334,7 +335,7 @@ class HeadsRecipe(_Recipe):
             if not shares:
                 raise ValueError("`vocabulary` requires `projection: target`")
             if self.base is not None:
-                raise ValueError("`vocabulary` copies rows of the target: leave out `base`")
+                raise ValueError("`vocabulary` copies rows of a frozen target: remove `base`")
         if self.hidden.cache is None:
             return self
         if self.num_heads > 15:
@@ -345,35 +346,35 @@ class HeadsRecipe(_Recipe):
 
 
 class CountSection(Section):
-    """Pairs of neighbouring tokens that a table counts, and the memory for the counts."""
+    """Settings for counting pairs of adjacent tokens."""
 
     pairs: Literal["documents", "answers"] = "documents"
     """`documents`: whole conversations with the tokens of the template, except its default system prompt. `answers`:
     pairs whose right token is supervised, that is, each answer with its end of turn and the token before it. Pairs
     never cross the boundaries of a document or answer."""
     memory_mb: int = Field(512, ge=1)
-    """Memory for the counts of each process; counts beyond it go to `<out>.state`."""
+    """Memory for the counts of each process in mebibytes. Further counts are written to `<out>.state`."""
     save_minutes: float = Field(5.0, gt=0)
-    """Maximum time between two saves of the counts, in minutes."""
+    """Maximum time in minutes between two saves of the counts."""
     texts: int = Field(0, ge=0)
-    """Number of counted tokens to store as texts, from the first one, for `suffix` with `datastore: table`. A token
+    """Number of tokens to store as texts, from the start of the corpus, for `suffix` with `datastore: table`. A token
     takes eight bytes."""
 
 
 class TableRecipe(Section):
-    """Recipe that counts the bigram correlation table of a corpus (SLiM, eq. 5).
+    """Recipe that counts the bigrams of a corpus for a correlation table (SLiM, eq. 5).
 
-    Whole conversations are counted, except those held out. The data options block_tokens and packing have no effect.
+    Held-out conversations are not counted. The data options `block_tokens` and `packing` have no effect.
     """
 
     kind: Literal["table"]
     out: str
-    """Directory of the artifact; unfinished counts are in `<out>.state`."""
+    """Output directory of the artifact. Unfinished counts are written to `<out>.state`."""
     tokenizer: str
     """Directory or hub id of the tokenizer."""
     vocab_size: int | None = Field(None, ge=1)
-    """Vocabulary size of the table (default: that of the model in the tokenizer's directory, or else of the tokenizer).
-    If the target's embeddings are padded, set their number, such as 32064 for a tokenizer of 32000."""
+    """Vocabulary size of the table (default: the size of the model in the tokenizer's directory or, if there is none,
+    of the tokenizer). If the target's embeddings are padded, set their number, such as 32064 instead of 32000."""
     data: DataSection
     count: CountSection = CountSection()
 
@@ -386,5 +387,5 @@ TrainingRecipe = DrafterRecipe | HeadsRecipe | TableRecipe
 
 
 def role_of(recipe: TrainingRecipe) -> str:
-    """Return the role of the trained model in messages. A language model without a target is itself a target."""
+    """Return the name of the trained model for messages. A language model without a target is itself a target."""
     return "target" if isinstance(recipe, DrafterRecipe) and recipe.target is None else recipe.kind
