@@ -1,7 +1,7 @@
-"""Decoding loop of all methods, which operates on token ids: propose, score, verify, commit.
+"""Decoding loop shared by all methods. Each step proposes, scores, verifies and commits tokens.
 
 Shape letters: B batch, N tree nodes, M nodes that have children, K depth, S buffer slots, V vocabulary, D hidden size,
-G size of a token's auxiliary hidden states, with or without the last hidden state.
+G width of a token's auxiliary hidden states, with or without its final hidden state.
 """
 
 from abc import ABC, abstractmethod
@@ -22,16 +22,16 @@ from .tree import Tree
 from .warpers import Sampling, warp
 
 PREFILL_TOKENS = 2048
-"""Maximum number of prompt tokens per prefill forward."""
+"""Maximum number of prompt tokens of each row in a forward pass of the prefill."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Stopping conditions of a sequence."""
+    """Conditions that stop the generation of a sequence."""
 
     max_new_tokens: int = 128
     stop_ids: tuple[int, ...] = ()
-    """Ids of stop tokens, which end a sequence. The stop token is part of the output."""
+    """Ids of the tokens that end a sequence. The stop token is included in the output."""
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
@@ -40,46 +40,46 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Chains:
-    """Chains that were drafted jointly and share the nodes of their common prefixes."""
+    """Draft chains stored in one tree, where chains share the nodes of their common prefixes."""
 
     nodes_BMK: Tensor
-    """Node of the k-th token of chain m, int64."""
+    """Index of the tree node that holds token k of chain m, int64."""
     probs_BMKV: Tensor
-    """Distribution that the k-th token of chain m was sampled from, float32."""
+    """Distribution from which token k of chain m was sampled, float32."""
 
 
 @dataclass(slots=True)
 class Proposal:
-    """Token tree to score, with the data that the verifier needs."""
+    """Tree of draft tokens to score, with the data that the verifier needs."""
 
     tree: Tree
     tokens_BN: Tensor
-    """Token of each node, int64. Node 0 is the root."""
+    """Token id of each node, int64. Node 0 is the root."""
     draft_probs_BMV: Tensor | None = None
-    """Distributions of the children of the first M nodes, float32. None if the draft tokens are deterministic."""
+    """Draft distributions after the first M nodes, float32. None if the draft tokens are deterministic."""
     valid_BN: Tensor | None = None
-    """Mask of the nodes that contain a draft token, bool. None if all nodes do."""
+    """Bool mask of the nodes that contain a draft token. None if all nodes contain one."""
     draft_scores_BN: Tensor | None = None
     """Drafter's joint log-probability of the path to each node, float32."""
     chains: Chains | None = None
     levels: int = 0
-    """Number of levels for which random numbers are drawn, independent of other rows. 0 means the tree's depth."""
+    """Number of tree levels for which the verifier draws random numbers. 0 stands for the depth of the tree."""
     target_forwards: int = 0
-    """Number of forward passes of the target that were needed to create this proposal."""
+    """Number of target forward passes that were needed to create this proposal."""
     by_path: bool = False
-    """True to score each path of the tree as a separate row with a copy of the cache, instead of by tree attention."""
+    """True to score each path of the tree as a separate row with its own cache, instead of using tree attention."""
 
 
 @dataclass(slots=True)
 class Verdict:
-    """Accepted path of a proposal and the next token."""
+    """Accepted path of a proposal and the token that follows the path."""
 
     path_BK: Tensor
     """Accepted node at each depth, int64. Column i contains i + 1 if no node is accepted at that depth."""
     accepted_B: Tensor
     """Number of accepted draft tokens, int64."""
     next_B: Tensor
-    """Token after the path, int64: a correction or a bonus token."""
+    """Token after the accepted path, int64: a replacement for a rejected token, or a bonus token."""
     examined_B: Tensor | None = None
     """Number of draft tokens that were examined, int64. If None, it is computed from the path."""
     rejected_B: Tensor | None = None
@@ -88,12 +88,12 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Result of one decoding step, on the host. Each array contains one value for each row."""
+    """Result of one decoding step, stored on the host. Each array contains one value per row."""
 
     new_ids: list[list[int]]
     """New tokens of each row. Empty for rows that had already ended."""
     forwards: int
-    """Number of forward passes of the target, including those needed for the proposal."""
+    """Number of target forward passes, including those needed for the proposal."""
     nodes: int
     """Number of tree nodes that the target scored in each row."""
     active: np.ndarray
@@ -104,7 +104,7 @@ class Step:
 
 
 class Proposer(ABC):
-    """Base class of proposers, which draft a token tree after the committed tokens."""
+    """Base class of proposers, which draft a tree of tokens that continues the committed tokens."""
 
     gamma: int
     """Maximum number of draft tokens per step, for proposers that draft chains."""
@@ -123,10 +123,10 @@ class Proposer(ABC):
 
     @abstractmethod
     def propose(self, context: "Context") -> Proposal:
-        """Return the next tree, whose root is the last committed token of each row."""
+        """Draft the next token tree. Its root is the last committed token of each row."""
 
     def prefetch(self, context: "Context", verdict: Verdict, hidden_BND: Tensor) -> tuple[Tensor, ...]:
-        """Compute the tensors that the next proposal needs on the host from the hidden states of this tree.
+        """Compute tensors that the next proposal needs on the host, from the hidden states of the current tree.
 
         They are copied to `Context.prefetched` together with the verdict. Profilers count this time as commit.
         """
@@ -141,10 +141,10 @@ class Proposer(ABC):
         return
 
     def forwards(self, nodes: float) -> list[tuple[Any, int]]:
-        """Return the forward passes that are needed to propose a tree of `nodes` nodes for one row.
+        """List the forward passes needed to propose a tree of `nodes` nodes for one row (default: none).
 
         Returns:
-            Model (None for the target) or heads, and number of tokens, of each forward pass. Empty by default.
+            Pairs of the model or heads that run (None for the target), and the number of tokens of the forward pass.
         """
         return []
 
@@ -163,13 +163,13 @@ class Verifier(ABC):
 
         Args:
             proposal: Scored token tree.
-            target_BNV: Target scores of the next token after each node, of the kind that `score_type` specifies.
+            target_BNV: Target scores of the token after each node, in the form that `score_type` specifies.
             rng: Random number generators of the batch.
         """
 
 
 class Profile(Protocol):
-    """Protocol of profilers. `generate` calls their methods during each step."""
+    """Protocol of profilers, whose methods `generate` calls during each step."""
 
     def start(self) -> None:
         """Mark the start of a step."""
@@ -179,7 +179,7 @@ class Profile(Protocol):
 
 
 class Context:
-    """Committed tokens, KV cache and hidden states of a batch. `reach` is the result of `Proposer.capacity`."""
+    """State of a batch: committed tokens, KV cache and hidden states. `reach` is the result of `Proposer.capacity`."""
 
     def __init__(
         self,
@@ -202,7 +202,7 @@ class Context:
         self.host_ids_BS = np.zeros((len(ids), self.capacity), dtype=np.int64)
         for row, row_ids in enumerate(ids):
             self.host_ids_BS[row, : len(row_ids)] = row_ids
-        # On a CPU both names share the same memory.
+        # On a CPU, this tensor shares the memory of `host_ids_BS`.
         self.ids_BS = torch.from_numpy(self.host_ids_BS).to(target.device)
         self.ended = [False] * len(ids)
         self.accepted = [0] * len(ids)
@@ -240,7 +240,7 @@ class Context:
         return self.last_ids(1)
 
     def aux_before(self, count: int) -> Tensor:
-        """Return auxiliary hidden states [B, count, G] of the token before each of the last `count` tokens."""
+        """Return the auxiliary hidden states [B, count, G] of the predecessors of the last `count` tokens."""
         assert self.aux_BSG is not None
         if len(self.lengths) == 1:
             return self.aux_BSG[:, self.lengths[0] - count - 1 : self.lengths[0] - 1]
@@ -256,7 +256,7 @@ class Context:
         return self.ids_BS.gather(1, after_B1 - count + torch.arange(count, device=self.ids_BS.device))
 
     def commit(self, proposal: Proposal, verdict: Verdict, hidden_BND: Tensor, prefetch: Sequence[Tensor] = ()) -> Step:
-        """Commit the accepted paths and copy `prefetch` to the host, in the only host synchronisation of a step."""
+        """Commit the accepted paths and copy `prefetch` to the host, with the only synchronisation of the step."""
         tree, depth = proposal.tree, verdict.path_BK.shape[1]
         chains_BMK = None if proposal.chains is None else proposal.chains.nodes_BMK
         optional = (proposal.valid_BN, verdict.examined_B, verdict.rejected_B, chains_BMK)
@@ -316,7 +316,7 @@ class Context:
         return ids
 
     def _copy_to_device(self, lengths: list[int], count: int) -> None:
-        """Copy the `count` tokens that start at position `lengths[row]` of each row to the device."""
+        """Copy `count` tokens of each row to the device, starting at position `lengths[row]`."""
         slots = np.minimum(np.array(lengths)[:, None] + np.arange(count), self.capacity - 1)
         packed = torch.from_numpy(np.stack((slots, np.take_along_axis(self.host_ids_BS, slots, 1))))
         slots_BK1, new_BK1 = to_device(packed, self.ids_BS.device)
@@ -344,9 +344,9 @@ def _count_examined(path: list[int], parents: list[int], valid: list[bool] | Non
 
 
 def prefill(model: LanguageModel, cache: KVCache, ids_BS: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Run a model on all committed tokens except the last of each row, which becomes the root of the first tree.
+    """Run a model on the committed tokens without the last one of each row, the root of the first tree.
 
-    Each forward pass has at most `PREFILL_TOKENS` tokens, to limit activation memory. Returns all hidden states.
+    To limit activation memory, each forward has at most `PREFILL_TOKENS` tokens per row. Returns all hidden states.
     """
     longest, width = max(lengths) - 1, model.hidden_size * (len(model.aux_layers) + 1)
     states = [torch.zeros(len(lengths), 0, width, dtype=model.dtype, device=model.device)]
@@ -360,7 +360,7 @@ def prefill(model: LanguageModel, cache: KVCache, ids_BS: Tensor, lengths: Seque
 
 
 def _last_states(states_BTG: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Return the hidden states [B, G] of the second to last token of each row (zeros for rows of one token)."""
+    """Return the hidden states [B, G] of the second-to-last token of each row (zeros for rows of one token)."""
     if not states_BTG.shape[1]:
         return states_BTG.new_zeros(len(lengths), states_BTG.shape[2])
     last_B = torch.tensor([max(length - 2, 0) for length in lengths], device=states_BTG.device)
@@ -387,14 +387,14 @@ def generate(
         verifier: Verifier of the method.
         prompts: Token ids of each prompt. For encoder-decoders, these are the encoder inputs.
         limits: Stopping conditions.
-        sampling: Temperature, top-k and top-p of target and drafter.
+        sampling: Temperature, top-k and top-p, which apply to the target and the drafter.
         rng: Random numbers, with one generator per row.
         profile: Profiler that is called during each step.
 
     Raises:
-        ValueError: The batch or a prompt is empty, a token is outside the vocabulary, a prompt leaves too few positions
-            for the new tokens and the tree, the drafter, heads or table belong to another target, or logits are NaN,
-            infinite, or all minus infinity.
+        ValueError: The batch or a prompt is empty. A token is outside the vocabulary. A prompt leaves too few positions
+            for the new tokens and the tree. The drafter, heads or table belong to a different target. Logits are NaN or
+            plus infinity, or all minus infinity.
     """
     warping = {"probabilities": sampling, "unwarped": Sampling(temperature=1.0), "logits": None}[verifier.score_type]
     mark: Callable[[str], None] = profile.mark if profile else lambda phase: None
@@ -456,7 +456,7 @@ def check_prompts(target: LanguageModel, prompts: Sequence[Sequence[int]]) -> No
 
 def _check_positions(target: LanguageModel, lengths: Sequence[int], limits: Limits, max_depth: int) -> None:
     for row, length in enumerate(lengths):
-        # The root of the last tree may be the second to last token, and its deepest node is scored in any case.
+        # The root of the last tree may be the second-to-last token, and its deepest node is always scored.
         needed = length + limits.max_new_tokens - 1 + max_depth
         if needed > target.max_positions:
             raise ValueError(

@@ -47,11 +47,11 @@ __all__ = ["METHODS", "Method", "Options", "Parts", "all_rows", "build_method", 
 
 _GAMMA = "draft tokens per step"
 _MAX_GAMMA = "maximum number of draft tokens per step"
-_CONFIDENCE = "drafting stops where the drafter's most likely token has a lower probability"
-_MAX_NODES, _MIN_PROB = "maximum number of draft tokens", "minimum joint probability of a node"
+_CONFIDENCE = "drafting stops when the probability of the drafter's most likely token is below this value"
+_MAX_NODES, _MIN_PROB = "maximum number of draft tokens", "minimum joint probability of the path to a node"
 _ALL_HEADS = "number of heads to use (none: all)"
-_VERIFICATION = "`block`: verify the whole draft, which accepts at least as many tokens"
-_ADD_K = "number added to each count"
+_VERIFICATION = "`block`: verify the draft as a whole, which never accepts fewer tokens"
+_ADD_K = "number added to each count of the table"
 
 Chain = Literal["token", "block"]
 
@@ -85,16 +85,16 @@ class Autoregressive(MethodConfig):
 
 @dataclass(frozen=True)
 class _WithDrafter(MethodConfig):
-    drafter: Annotated[int, "number of the drafter"] = 1
+    drafter: Annotated[int, "number of the drafter to use, from 1"] = 1
 
 
 @register("speculative", ("drafter",))
 class Speculative(_WithDrafter):
-    """Chain of tokens from a draft model, converted through text if the tokenizers differ."""
+    """Chain of tokens from a draft model. If the tokenizers differ, tokens are converted via text."""
 
     gamma: Annotated[int, _GAMMA] = 4
     verification: Annotated[Chain, _VERIFICATION] = "token"
-    parallel: Annotated[bool, "draft all tokens with one forward of a drafter trained for it (PARD)"] = False
+    parallel: Annotated[bool, "draft all tokens in one forward pass, with a drafter trained for this (PARD)"] = False
 
     def build(self, parts: Parts, sampling: Sampling) -> Method:
         if _drafter(parts).translation is not None and not self.parallel:
@@ -116,8 +116,8 @@ class Adaptive(_WithDrafter):
         Literal["confidence", "oracle"], "rule that ends a chain; `oracle` uses the true acceptance rates"
     ] = "confidence"
     confidence_threshold: Annotated[float, _CONFIDENCE] = 0.4
-    draft_cost: Annotated[float, "cost of a forward of the drafter, in forwards of the target"] = 0.1
-    token_cost: Annotated[float, "cost of one more token in a forward of the target, in forwards of one token"] = 0.03
+    draft_cost: Annotated[float, "cost of a drafter forward relative to a target forward (`oracle` only)"] = 0.1
+    token_cost: Annotated[float, "cost of an additional token relative to a one-token target forward (`oracle`)"] = 0.03
     verification: Annotated[Chain, _VERIFICATION] = "token"
 
     def build(self, parts: Parts, sampling: Sampling) -> Method:
@@ -129,11 +129,11 @@ class Adaptive(_WithDrafter):
 
 @register("dynamic-tree", ("drafter",))
 class DynamicTreeConfig(_WithDrafter):
-    """Tree of tokens from a draft model, deep if the model is confident and wide otherwise (EAGLE-2)."""
+    """Tree of tokens from a draft model, deep where the model is confident and wide elsewhere (EAGLE-2)."""
 
     max_nodes: Annotated[int, _MAX_NODES] = 6
     max_depth: Annotated[int, "maximum depth"] = 4
-    width: Annotated[int, "nodes expanded per level, and candidates of each"] = 2
+    width: Annotated[int, "number of nodes expanded per level, and of candidates per node"] = 2
     min_prob: Annotated[float, _MIN_PROB] = 0.1
 
     def build(self, parts: Parts, sampling: Sampling) -> Method:
@@ -143,11 +143,11 @@ class DynamicTreeConfig(_WithDrafter):
 
 @register("naive-multi-candidate", ("drafter",))
 class NaiveMultiCandidate(_WithDrafter):
-    """Tree of candidates sampled from a drafter, matched with samples from the target."""
+    """Tree of candidates sampled from a drafter, accepted if they match samples from the target."""
 
-    k_config: Annotated[str, "candidates of a node, by depth"] = "4x2x2x1"
+    k_config: Annotated[str, "number of candidates per node at each depth"] = "4x2x2x1"
     replacement: Annotated[bool, "sample candidates with replacement"] = False
-    attention: Annotated[Literal["tree", "batch"], "`batch`: one row for each path, without tree attention"] = "tree"
+    attention: Annotated[Literal["tree", "batch"], "`batch`: score each path of the tree as a separate row"] = "tree"
 
     def build(self, parts: Parts, sampling: Sampling) -> Method:
         return _exact(self._proposer(parts, sampling), sampling, SampleAndMatch())
@@ -184,7 +184,7 @@ class BatchSpeculative(_WithDrafter):
 
 @register("spectr", ("drafter",))
 class SpecTr(BatchSpeculative):
-    """Independent chains from a drafter, merged into a tree (k-SEQ)."""
+    """Chains sampled independently from a drafter, merged into a tree and verified by k-SEQ."""
 
     def build(self, parts: Parts, sampling: Sampling) -> Method:
         proposer = DraftChains((_drafter(parts),), self.gamma, self.num_drafts, sampling.greedy)
@@ -196,7 +196,7 @@ class SpecInfer(_WithDrafter):
     """Chains from several drafters, merged into a tree."""
 
     gamma: Annotated[int, _GAMMA] = 4
-    num_drafts: Annotated[int, "number of chains of each drafter"] = 1
+    num_drafts: Annotated[int, "number of chains per drafter"] = 1
 
     def build(self, parts: Parts, sampling: Sampling) -> Method:
         drafters = (_drafter(parts), *parts.more_drafters)
@@ -205,7 +205,7 @@ class SpecInfer(_WithDrafter):
 
 @register("unigram", ("table",))
 class Unigram(MethodConfig):
-    """Chain of the most frequent tokens of a table of counts."""
+    """Chain of the most frequent tokens in a table of token counts."""
 
     gamma: Annotated[int, _GAMMA] = 2
 
@@ -221,7 +221,7 @@ class Unigram(MethodConfig):
 class Bigram(Unigram):
     """Chain of the most frequent next tokens according to a bigram table."""
 
-    prior: Annotated[float, "weight of the unigram distribution with `add_k: 0`"] = 1.0
+    prior: Annotated[float, "weight of the unigram distribution if `add_k` is 0"] = 1.0
     add_k: Annotated[float, _ADD_K] = 0.0
 
     def build(self, parts: Parts, sampling: Sampling) -> Method:
@@ -230,7 +230,7 @@ class Bigram(Unigram):
 
 @register("prompt-lookup")
 class PromptLookupConfig(MethodConfig):
-    """Continuation of the latest earlier match of the last n-gram (prompt lookup)."""
+    """Tokens that followed the most recent earlier match of the last n-gram (prompt lookup)."""
 
     gamma: Annotated[int, _GAMMA] = 4
     max_ngram: Annotated[int, "longest n-gram to match"] = 3
@@ -242,17 +242,17 @@ class PromptLookupConfig(MethodConfig):
 
 @register("suffix")
 class Suffix(_WithDrafter):
-    """Tree of continuations of earlier matches in the text or a datastore, extended by `fallback`."""
+    """Tree of tokens that followed earlier matches in the text or a datastore, extended by `fallback`."""
 
     max_nodes: Annotated[int, _MAX_NODES] = 8
     max_depth: Annotated[int, "maximum depth"] = 8
     min_prob: Annotated[float, _MIN_PROB] = 0.1
-    datastore: Annotated[Literal["none", "table"], "`table`: also match texts that the table stores"] = "none"
+    datastore: Annotated[Literal["none", "table"], "`table`: also match the texts stored in the table"] = "none"
     fallback: Annotated[Literal["none", "drafter", "heads"], "second source of draft tokens"] = "none"
-    num_candidates: Annotated[int, "candidates of each head"] = 4
-    draft_depth: Annotated[int, "levels to draft with the drafter"] = 3
-    width: Annotated[int, "nodes that the drafter expands per level, and candidates of each"] = 2
-    confidence_threshold: Annotated[float, "the drafter is used if no matching token is more likely"] = 0.7
+    num_candidates: Annotated[int, "number of candidates per head"] = 4
+    draft_depth: Annotated[int, "number of levels to draft with the drafter"] = 3
+    width: Annotated[int, "number of nodes that the drafter expands per level, and of candidates per node"] = 2
+    confidence_threshold: Annotated[float, "the drafter skips nodes with a match of at least this probability"] = 0.7
 
     @property
     def needs(self) -> tuple[Part, ...]:
@@ -264,7 +264,7 @@ class Suffix(_WithDrafter):
         if self.datastore == "table":
             assert parts.table is not None
             if (texts := parts.table.texts) is None:
-                raise ValueError("`datastore: table` requires a table with texts: set `count.texts` when counting")
+                raise ValueError("`datastore: table` requires a table with texts: create it with `count.texts`")
         heads = parts.heads if self.fallback == "heads" else None
         tree = SuffixTree(self.max_nodes, self.max_depth, self.min_prob, texts, heads, self.num_candidates)
         if self.fallback != "drafter":
@@ -279,7 +279,7 @@ class Suffix(_WithDrafter):
 
 @register("bpd", ("heads",))
 class BlockwiseParallel(MethodConfig):
-    """Chain of the most likely tokens of the prediction heads."""
+    """Chain of the most likely token of each prediction head."""
 
     max_depth: Annotated[int | None, _ALL_HEADS] = None
 
@@ -295,8 +295,8 @@ _MEDUSA_TREE = "4x2x1x1"
 class Medusa(MethodConfig):
     """Fixed tree of candidate tokens from the prediction heads."""
 
-    tree: Annotated[str, "candidates of a node by depth, paths such as `0, 1, 0.0, 0.2`, or `medusa-63`"] = _MEDUSA_TREE
-    acceptance: Annotated[Literal["exact", "typical"], "rule above temperature 0"] = "exact"
+    tree: Annotated[str, "candidates per node by depth, paths such as `0, 1, 0.0, 0.2`, or `medusa-63`"] = _MEDUSA_TREE
+    acceptance: Annotated[Literal["exact", "typical"], "acceptance rule above temperature 0"] = "exact"
     epsilon: Annotated[float, "threshold ε of typical acceptance"] = 0.09
     delta: Annotated[float, "factor δ of exp(−entropy) in typical acceptance"] = 0.3
 
@@ -306,7 +306,7 @@ class Medusa(MethodConfig):
 
     def build(self, parts: Parts, sampling: Sampling) -> Method:
         tree = self.tree
-        if tree == _MEDUSA_TREE:  # the default is cut to the number of heads
+        if tree == _MEDUSA_TREE:  # the default is shortened to the number of heads
             tree = "x".join(tree.split("x")[: _heads(parts).num_heads])
         typical = self.acceptance == "typical" and not sampling.greedy
         verifier = TypicalAcceptance(self.epsilon, self.delta) if typical else SampleAndMatch()
@@ -318,10 +318,10 @@ class SlimSS(MethodConfig):
     """Most likely sequences of candidate tokens from the prediction heads, scored with a bigram table (SLiM)."""
 
     num_sequences: Annotated[int, "number of sequences"] = 1
-    num_candidates: Annotated[int | str, "candidates of each head; different numbers such as 10x5x3"] = 10
-    unseen_correlation: Annotated[float, "correlation r of pairs that the table does not hold"] = 0.01
+    num_candidates: Annotated[int | str, "candidates per head, or one number for each head such as 10x5x3"] = 10
+    unseen_correlation: Annotated[float, "correlation r of token pairs that are not in the table"] = 0.01
     max_depth: Annotated[int | None, _ALL_HEADS] = None
-    lengths: Annotated[Literal["all", "full"], "`all`: prefixes of sequences compete too"] = "all"
+    lengths: Annotated[Literal["all", "full"], "`all`: also rank prefixes of sequences"] = "all"
     min_prob: Annotated[float, "sequences with at most this posterior are dropped"] = 0.0
     correlation: Annotated[Literal["table", "none"], "source of the correlation r (none: r = 1)"] = "table"
     add_k: Annotated[float, _ADD_K] = 0.0
@@ -342,25 +342,25 @@ class SlimSS(MethodConfig):
 
 @register("slim-s", ("heads", "table"))
 class SlimS(SlimSS):
-    """Tree of the most likely sequences of the heads' candidates (SLiM)."""
+    """Tree of the most likely sequences of candidate tokens from the prediction heads (SLiM)."""
 
     num_sequences: Annotated[int, "number of sequences"] = 20
 
 
 @register("slim-l", ("heads", "table"))
 class SlimL(SlimSS):
-    """Tree as in `slim-s`, with more sequences."""
+    """Larger tree than `slim-s`, with more sequences."""
 
     num_sequences: Annotated[int, "number of sequences"] = 40
 
 
 @register("mjsd", ("drafter",), lossless=False)
 class JointSpeculative(_WithDrafter):
-    """Most likely sequence of a drafter's beam, accepted by joint likelihood."""
+    """Most likely sequence from beam search with a drafter, accepted by joint likelihood."""
 
     gamma: Annotated[int, _GAMMA] = 4
     num_beams: Annotated[int, "number of beams"] = 8
-    likelihood_threshold: Annotated[float, "minimum ratio of the joint likelihoods of target and drafter"] = 0.1
+    likelihood_threshold: Annotated[float, "minimum ratio of the target's joint likelihood to the drafter's"] = 0.1
 
     def build(self, parts: Parts, sampling: Sampling) -> Method:
         proposer = DraftBeam(_drafter(parts), self.gamma, self.num_beams)
@@ -369,11 +369,11 @@ class JointSpeculative(_WithDrafter):
 
 @register("bild", ("drafter",), lossless=False)
 class BigLittleDecoder(_WithDrafter):
-    """Chain from a drafter while it is confident, with tokens accepted above a likelihood threshold."""
+    """Chain drafted while the drafter is confident, accepted up to the first unlikely token."""
 
     gamma: Annotated[int, _MAX_GAMMA] = 10
     fallback_threshold: Annotated[float, _CONFIDENCE] = 0.9
-    rollback_threshold: Annotated[float, "largest negative log-probability that the target accepts"] = 2.0
+    rollback_threshold: Annotated[float, "maximum negative log-probability of an accepted token under the target"] = 2.0
 
     def build(self, parts: Parts, sampling: Sampling) -> Method:
         proposer = AdaptiveChain(_drafter(parts), self.gamma, self.fallback_threshold)
@@ -385,7 +385,7 @@ class RelaxedOptimal(_WithDrafter):
     """Chain from a drafter. Lossy verification accepts more tokens, with minimal bias."""
 
     gamma: Annotated[int, _GAMMA] = 4
-    epsilon: Annotated[float, "number added to the target's probability of a draft token"] = 0.1
+    epsilon: Annotated[float, "number added to the target probability of a draft token"] = 0.1
 
     def build(self, parts: Parts, sampling: Sampling) -> Method:
         return Method(_chain(parts, self.gamma), OverAcceptance(self.epsilon, optimal=True))
@@ -393,7 +393,7 @@ class RelaxedOptimal(_WithDrafter):
 
 @register("relaxed-uno", ("drafter",), lossless=False)
 class RelaxedUnoptimized(RelaxedOptimal):
-    """Chain as in `relaxed-opt`, with rejected tokens replaced by samples from the target."""
+    """Chain from a drafter as in `relaxed-opt`. Samples from the target replace rejected tokens."""
 
     def build(self, parts: Parts, sampling: Sampling) -> Method:
         return Method(_chain(parts, self.gamma), OverAcceptance(self.epsilon, optimal=False))
@@ -401,11 +401,11 @@ class RelaxedUnoptimized(RelaxedOptimal):
 
 @register("beam", lossless=False, greedy_only=True)
 class Beam(_WithDrafter):
-    """Beam search of the target over all new tokens."""
+    """Beam search with the target over all new tokens."""
 
     num_beams: Annotated[int, "number of beams"] = 4
-    draft_beams: Annotated[int | None, "number of beams of a drafter (none: no drafter)"] = None
-    draft_gamma: Annotated[int, "levels to draft with the drafter"] = 3
+    draft_beams: Annotated[int | None, "number of beams of the drafter (none: no drafter)"] = None
+    draft_gamma: Annotated[int, "number of levels to draft with the drafter"] = 3
 
     @property
     def needs(self) -> tuple[Part, ...]:
@@ -422,7 +422,7 @@ class Beam(_WithDrafter):
 
 @register("mjgd", lossless=False, greedy_only=True)
 class JointGreedy(MethodConfig):
-    """Beam search of the target over a few tokens per step (multi-token joint greedy decoding)."""
+    """Beam search with the target over a few tokens per step (multi-token joint greedy decoding)."""
 
     gamma: Annotated[int, "tokens per step"] = 2
     num_beams: Annotated[int, "number of beams"] = 8

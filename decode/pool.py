@@ -1,9 +1,9 @@
-"""Continuous batching for autoregressive decoding: a row that finishes immediately receives the next prompt.
+"""Continuous batching for autoregressive decoding: a finished row immediately receives the next prompt.
 
-If a free row has cached a prefix of a prompt, such as earlier turns of a conversation, these entries are reused.
+If the cache of a free row contains a prefix of the prompt, such as earlier turns of a conversation, it is reused.
 Encoder-decoders are not supported.
 
-Shape letters: B rows that run, C rows with the same sampling, V vocabulary, D hidden.
+Shape letters: B active rows, C rows with the same sampling parameters, V vocabulary, D hidden.
 """
 
 from collections import deque
@@ -33,13 +33,13 @@ class _Row:
     """Ticket of the prompt in this row. None if the row is free."""
     rng: Rng | None = None
     left: int = 0
-    """Remaining number of new tokens."""
+    """Number of tokens that may still be generated."""
     prompt: int = 0
     """Number of prompt tokens in `ids`."""
 
 
 class Pool:
-    """Decoder of queued prompts with batch size `rows`. Outputs equal those of `engine.generate` with `Rng([seed])`."""
+    """Decoder that runs up to `rows` queued prompts at a time, with the outputs of `generate` with `Rng([seed])`."""
 
     def __init__(self, target: LanguageModel, rows: int, limits: Limits, sampling: Sampling) -> None:
         if rows < 1:

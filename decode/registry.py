@@ -26,7 +26,7 @@ Part = Literal["drafter", "heads", "table"]
 
 
 class Method(NamedTuple):
-    """Proposer and verifier of a method, in the order of the arguments of `generate`."""
+    """Proposer and verifier of a decoding method, in the order in which `generate` takes them."""
 
     proposer: Proposer
     verifier: Verifier
@@ -34,20 +34,20 @@ class Method(NamedTuple):
 
 @dataclass(frozen=True)
 class Parts:
-    """Artifacts that decoding methods may require, in addition to the target."""
+    """Artifacts that decoding methods may require in addition to the target model."""
 
     drafter: LanguageModel | None = None
     heads: HeadModule | None = None
     table: BigramTable | None = None
     more_drafters: tuple[LanguageModel, ...] = ()
-    """Further drafters. The option `drafter: 2` selects the first of them; `specinfer` uses all."""
+    """Additional drafters. The option `drafter: 2` selects the first one. `specinfer` uses all drafters."""
 
 
 @dataclass(frozen=True)
 class MethodConfig:
-    """Options of a decoding method. The docstring of a subclass describes its draft tokens.
+    """Base class for the options of a decoding method. The docstring of a subclass describes its draft tokens.
 
-    An option is annotated with its type and its description. Integers are counts and must be at least 1; a `Literal`
+    Each option is annotated with its type and a description. Integers are counts and must be at least 1. A `Literal`
     lists the choices.
     """
 
@@ -69,12 +69,12 @@ class MethodConfig:
         return self.lossless
 
     def build(self, parts: Parts, sampling: Sampling) -> Method:
-        """Return the proposer and the verifier. Raises ValueError for options that contradict each other."""
+        """Build the proposer and the verifier. Raise ValueError if options contradict each other."""
         raise NotImplementedError
 
 
 METHODS: dict[str, type[MethodConfig]] = {}
-"""Configuration class of each method by name. `decode/methods.py` registers them."""
+"""Mapping from method names to configuration classes, which `decode/methods.py` registers."""
 Config = TypeVar("Config", bound=MethodConfig)
 
 
@@ -82,7 +82,7 @@ Config = TypeVar("Config", bound=MethodConfig)
 def register(
     name: str, requires: tuple[Part, ...] = (), *, lossless: bool = True, greedy_only: bool = False
 ) -> Callable[[type[Config]], type[Config]]:
-    """Return a class decorator that makes a class a frozen dataclass and adds it to `METHODS` under a name."""
+    """Return a decorator that makes a class a frozen dataclass and registers it in `METHODS` as `name`."""
 
     def add(config: type[Config]) -> type[Config]:
         config = dataclass(frozen=True)(config)
@@ -94,10 +94,10 @@ def register(
 
 
 def method_config(name: str, options: Mapping[str, Any]) -> MethodConfig:
-    """Return the options of a method with defaults filled in.
+    """Check the options of a method, and return them with defaults for options that are not set.
 
     Raises:
-        ValueError: A method, option or choice is unknown (the message names the nearest known one), a value has the
+        ValueError: A method, option or choice is unknown (the message suggests the closest one), a value has the
             wrong type, or a count is below 1.
     """
     if name not in METHODS:
@@ -129,24 +129,24 @@ def _option_types(config: type[MethodConfig]) -> dict[str, Any]:
 
 
 def build_method(name: str, parts: Parts, sampling: Sampling, **options: Any) -> Method:
-    """Return the proposer and verifier of a method.
+    """Build the proposer and verifier of a method.
 
     Raises:
-        ValueError: Options are wrong or contradict each other, or an artifact is missing.
+        ValueError: An option is invalid, options contradict each other, or a required artifact is missing.
     """
     config = method_config(name, options)
     for part in config.needs:
         if getattr(parts, part) is None:
             raise ValueError(f"method {name!r} requires `{part}`, but none was given")
     if (number := getattr(config, "drafter", 1)) > 1:
-        if number > len(parts.more_drafters) + 1:
-            raise ValueError(f"`drafter` of method {name!r} is {number}, but there are {len(parts.more_drafters) + 1}")
+        if number > (most := len(parts.more_drafters) + 1):
+            raise ValueError(f"`drafter` of method {name!r} is {number}, but the number of drafters is {most}")
         parts = replace(parts, drafter=parts.more_drafters[number - 2])
     return config.build(parts, sampling)
 
 
 def method_variants() -> list[tuple[str, Options]]:
-    """Return each method with default options, and with each option that requires more artifacts or makes it lossy."""
+    """List the methods with default options, and with each choice that needs more artifacts or makes them lossy."""
     return [(name, options) for name in METHODS for options in ({}, *_choices_that_matter(name))]
 
 
@@ -159,7 +159,7 @@ def _choices_that_matter(name: str) -> list[Options]:
 
 
 def all_rows(parts: Container[str], temperature: float) -> list[tuple[str, Options]]:
-    """Return the method variants that can run with these artifacts and temperature, except those with a datastore."""
+    """List the method variants that can run with these artifacts at this temperature, without datastores."""
     rows = [(name, options, method_config(name, options)) for name, options in method_variants()]
     return [
         (name, options)

@@ -1,6 +1,6 @@
 """Random numbers with one generator per row, so that the samples of a row do not depend on the other rows.
 
-Shape letters: B batch, C draws, V vocabulary, U numbers of a row, X any further shape.
+Shape letters: B batch, C draws, V vocabulary, U numbers of a row, X any leading shape.
 """
 
 import math
@@ -15,7 +15,7 @@ _AHEAD = 1024
 
 
 class Rng:
-    """Random numbers of a batch. Equal seeds give equal numbers, independently of the other rows."""
+    """Random number generators of a batch, one for each row. The numbers of a row depend only on its seed."""
 
     def __init__(self, seeds: Sequence[int], device: torch.device | str = "cpu") -> None:
         self.device = torch.device(device)
@@ -24,11 +24,11 @@ class Rng:
 
     @classmethod
     def for_rows(cls, seed: int, rows: int, device: torch.device | str = "cpu") -> "Rng":
-        """Return an `Rng` that seeds row b with `seed + b`, as if each prompt were decoded separately."""
+        """Create an `Rng` that seeds row b with `seed + b`, as if each prompt were decoded separately."""
         return cls([seed + row for row in range(rows)], device)
 
     def uniform(self, *shape: int) -> Tensor:
-        """Return float64 numbers in [0, 1) of shape [B, *shape], generated in advance to save kernel launches."""
+        """Return uniform float64 numbers in [0, 1), [B, *shape]. They are generated ahead to save kernel launches."""
         count = math.prod(shape)
         if count > _AHEAD:
             return self._draw(count).unflatten(1, shape)
@@ -43,7 +43,7 @@ class Rng:
         return torch.stack(draws)
 
     def exponential(self, *shape: int) -> Tensor:
-        """Return float32 numbers of shape [B, *shape] that follow Exp(1), from logarithms of uniform numbers."""
+        """Return float32 samples of the exponential distribution with rate 1, [B, *shape]."""
         return self.uniform(*shape).log().neg_().float()
 
 
@@ -51,7 +51,7 @@ def categorical(probs_XV: Tensor, uniform_X: Tensor) -> Tensor:
     """Draw one token per row by inverting the cumulative distribution.
 
     Args:
-        probs_XV: Probabilities, which need not be normalised. Tokens of probability 0 are never drawn.
+        probs_XV: Probabilities, which need not be normalised. Tokens with probability 0 are never drawn.
         uniform_X: Uniform numbers in [0, 1).
 
     Returns:
@@ -61,7 +61,7 @@ def categorical(probs_XV: Tensor, uniform_X: Tensor) -> Tensor:
 
 
 def draw_many(probs_XV: Tensor, uniform_XC: Tensor) -> tuple[Tensor, Tensor]:
-    """Draw independent tokens from each distribution, as `categorical` does.
+    """Draw several independent tokens from each distribution in the same way as `categorical`.
 
     Returns:
         Token ids [..., C], and the values that were looked up in the cumulative distribution. If the probabilities are

@@ -42,7 +42,7 @@ class Tree:
         return cls(parents_BN, depth_BN, line_BNP, max_depth)
 
     def grow(self, parents_BM: Tensor) -> "Tree":
-        """Return a tree with M additional nodes as the next level. Parents must be among the deepest nodes."""
+        """Return a tree with M additional nodes in a new level. Their parents must be in the deepest level."""
         rows, count = parents_BM.shape
         index_BM1 = torch.arange(self.nodes, self.nodes + count, device=parents_BM.device).expand(rows, -1)[..., None]
         wide_BNP = self.line_BNP.expand(rows, -1, -1)
@@ -57,16 +57,16 @@ class Tree:
 
     @classmethod
     def chain(cls, gamma: int) -> "Tree":
-        """Return a chain of `gamma` tokens after the root."""
+        """Return a tree that consists of a chain of `gamma` nodes after the root."""
         return _chain(gamma)
 
     @classmethod
     def k_ary(cls, branching: Sequence[int]) -> "Tree":
-        """Return the tree in which nodes of depth i have `branching[i]` >= 1 children, numbered level by level."""
+        """Return a tree with `branching[i]` >= 1 children per node at depth i. Nodes are numbered level by level."""
         return _k_ary(tuple(branching))
 
     def to(self, device: torch.device) -> "Tree":
-        """Return this tree on a device. Copies are cached."""
+        """Copy this tree to a device, or return the cached copy."""
         if self.parents_BN.device == device:
             return self
         if device not in self._copies:
@@ -95,13 +95,13 @@ class Tree:
 
     @cached_property
     def ancestors_BNN(self) -> Tensor:
-        """Return a bool mask that is True at [b, i, j] if j is i or an ancestor of i."""
+        """Return a bool mask that is True at [b, i, j] if node j is node i or an ancestor of it."""
         none_BNN = torch.zeros(*self.parents_BN.shape, self.nodes, dtype=torch.bool, device=self.line_BNP.device)
         return none_BNN.scatter_(2, self.line_BNP, True)
 
     @cached_property
     def rank_BN(self) -> Tensor:
-        """Return the index of each node among its siblings, int64, from 0."""
+        """Return the zero-based index of each node among its siblings, int64."""
         siblings_BNN = self.parents_BN[:, :, None] == self.parents_BN[:, None, :]
         return siblings_BNN.tril(-1).sum(-1)
 
@@ -136,7 +136,7 @@ class Tree:
         return {}
 
     def bias(self, start: int, stop: int) -> Tensor:
-        """Return the attention bias of nodes, [B, stop - start, stop] float32: 0 for visible nodes, else -inf."""
+        """Return the attention bias of nodes start..stop-1, [B, stop - start, stop]: 0 for visible nodes, else -inf."""
         if (start, stop) not in self._biases:
             line_BMP = self.line_BNP[:, start:stop]
             shape = (*line_BMP.shape[:2], stop)
@@ -185,15 +185,15 @@ MEDUSA_63 = (
     "0.2.1, 0.3.0, 0.4.0, 0.5.0, 0.6.0, 0.7.0, 0.8, 0.9, 1.0.0, 1.0.1, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 2.0.0, 2.1, "
     "2.2, 3.0, 3.1, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0"
 )
-"""The 42 longest paths of Medusa's published tree of 63 nodes for 7B models (arXiv 2401.10774, appendix)."""
+"""Paths to the 42 leaves of the tree of 63 nodes that Medusa published for 7B models (arXiv 2401.10774, appendix)."""
 
 
 def parse_tree(text: str) -> tuple[Tree, Tensor]:
     """Parse a tree of candidate ranks, given as a k-configuration or as a list of paths.
 
-    A list such as `0, 1, 0.0, 0.2` names each node by the ranks on its path, as in Medusa's sparse trees: the first and
-    second candidate of the first head and, after the first, the first and third candidate of the second head. Missing
-    prefixes are added. `medusa-63` is the tree that Medusa published.
+    A list such as `0, 1, 0.0, 0.2` identifies each node by the candidate ranks on its path. In this example, the first
+    two candidates of head 1 follow the root, and candidates 0 and 2 of head 2 follow candidate 0. Prefixes that are
+    missing in the list are added. `medusa-63` is the tree that Medusa published.
 
     Returns:
         The tree, and the rank of each node [N] (0 for the root).

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-_LOWEST = 1e-30  # with a lower temperature, logits leave the range of float32
+_LOWEST = 1e-30  # lower temperatures scale logits beyond the range of float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +19,7 @@ class Sampling:
     temperature: float = 0.0
     """Divisor of the logits. 0 selects the most likely token."""
     top_k: int = 0
-    """Number of most likely tokens to keep, including ties with the last one. 0 keeps all tokens."""
+    """Number of most likely tokens to keep. Ties with the last one are also kept. 0 keeps all tokens."""
     top_p: float = 1.0
     """Probability mass to keep: the smallest set of most likely tokens with at least this mass. 1 keeps all tokens."""
 
@@ -37,7 +37,7 @@ class Sampling:
 
 
 def warp(logits_XV: Tensor, sampling: Sampling) -> Tensor:
-    """Return probabilities [..., V], float32, after temperature, top-k and top-p, in that order.
+    """Apply temperature, top-k and top-p to logits, in this order. Return probabilities [..., V], float32.
 
     A method is lossless if its output follows this distribution of the target.
     """

@@ -243,7 +243,7 @@ def test_rows_use_the_drafter_that_they_name(evaluation: dict[str, Any], tmp_pat
     _, wanted = run_evaluate(asked.model_copy(update=changes | {"out": str(tmp_path / "alone.json")}))["methods"]
     assert first["tokens_per_step"] > 3 > 2 > second["tokens_per_step"] == wanted["tokens_per_step"]
     rows[2]["options"] = {"drafter": 3}
-    with pytest.raises(ValueError, match="`drafter` of method 'speculative' is 3, but there are 2"):
+    with pytest.raises(ValueError, match="`drafter` of method 'speculative' is 3, but the number of drafters is 2"):
         run_evaluate(asked.model_copy(update={"methods": [type(asked.methods[0])(**row) for row in rows]}))
 
 
