@@ -49,15 +49,15 @@ def method(
     Artifacts that the method does not need are ignored.
 
     Args:
-        name: One of `methods.METHODS`.
-        drafter: Model on the target's device, or a folder or hub id, which is loaded and moved to that device.
-        more_drafters: Further drafters, for methods that take several.
-        heads: Prediction heads on the target's device and in its dtype, or their folder or hub id.
-        table: Bigram counts, or their folder or hub id.
+        name: Name of a method in `methods.METHODS`.
+        drafter: Draft model on the target's device, or its directory or hub id. A loaded model is moved to the device.
+        more_drafters: Additional drafters, for methods that use several.
+        heads: Prediction heads on the target's device and in its dtype, or their directory or hub id.
+        table: Bigram counts, or their directory or hub id.
         options: Options of the method, such as `gamma=4`.
 
     Raises:
-        ValueError: A method or option is unknown (the message names the nearest one), or an artifact is missing or
+        ValueError: A method or option is unknown (the message suggests the closest one), or an artifact is missing or
             cannot be read.
     """
     config = method_config(name, options)
@@ -82,9 +82,9 @@ def method(
 
 @dataclass(frozen=True)
 class CustomGenerate:
-    """Callable for the argument `custom_generate` of `generate`. Create it with `method`.
+    """Callable to pass to `generate` as `custom_generate`. Create it with `method`.
 
-    If sampling is enabled, each call draws its seed from torch's default generator of the target's device.
+    If sampling is enabled, each call draws its seed from torch's default generator for the target's device.
     """
 
     name: str
@@ -106,13 +106,13 @@ class CustomGenerate:
         inputs_tensor: Tensor | None = None,
         **model_kwargs: Any,
     ) -> Any:
-        """Generate token ids [B, T + new]. With `return_dict_in_generate`, they are returned in a `ModelOutput`.
+        """Generate, and return prompts with new tokens [B, T + new] (a `ModelOutput` with `return_dict_in_generate`).
 
-        `input_ids` are prompts [B, T], padded on the left, or the start tokens of an encoder-decoder, whose source is
-        `inputs_tensor`.
+        `input_ids` contains left-padded prompts [B, T]. For an encoder-decoder, it contains the start tokens, and
+        `inputs_tensor` contains the source.
 
         Raises:
-            ValueError: A setting or input is not supported, or the artifacts do not fit the target.
+            ValueError: A setting or input is not supported, or the artifacts belong to a different target.
         """
         model_kwargs = recover_arguments(inspect.currentframe()) | model_kwargs
         streamer = model_kwargs.pop("streamer", None)
@@ -141,13 +141,13 @@ class CustomGenerate:
         for what, part in (("heads", self.heads), ("table", self.table)):
             for name, size in (("vocab_size", target.vocab_size), ("hidden_size", target.hidden_size)):
                 if (other := getattr(part, name, size)) != size:
-                    raise ValueError(f"{name} must be equal, got {other} for the {what} and {size} for the target")
+                    raise ValueError(f"{name} of {what} and target must be the same, got {other} and {size}")
         if isinstance(self.heads, PredictionHeads):
             weight = next(self.heads.parameters())
             if (weight.device, weight.dtype) != (target.device, target.dtype):
                 if not self.loaded_heads:
                     heads_on, target_on = (f"{weights.dtype} on {weights.device}" for weights in (weight, target))
-                    raise ValueError(f"the heads are {heads_on}, but the target is {target_on}: convert the heads")
+                    raise ValueError(f"the heads are {heads_on}, but the target is {target_on}: move the heads")
                 self.heads.to(target.device, target.dtype)
             # Drop copies of weights, since they do not follow writes to `.data`.
             self.heads.train(self.heads.training)
@@ -155,7 +155,7 @@ class CustomGenerate:
 
 
 class _Drafter:
-    """Draft model given by the user. If it is a folder or hub id, it is loaded and moved to the target's device."""
+    """Draft model passed by the user. A directory or hub id is loaded, and moved to the target's device."""
 
     def __init__(self, source: Any) -> None:
         source = getattr(source, "_orig_mod", source)  # unwrap torch.compile, since the engine has its own forwards
@@ -180,7 +180,7 @@ class _Drafter:
 
 
 def _read(folder: Path, load: Callable[[Path], Part], kind: str | None = None) -> Part:
-    """Load a drafter, heads or a table from a folder. File hashes are checked if the folder is an artifact."""
+    """Load a drafter, heads or a table from a directory. Check the file hashes if there is a manifest."""
     if (folder / MANIFEST_FILE).is_file():
         return open_artifact(folder, load, kind)[1]
     return load(folder)
@@ -197,7 +197,7 @@ _TARGETS: WeakKeyDictionary[PreTrainedModel, _CachedTarget] = WeakKeyDictionary(
 
 
 def _scorer(model: PreTrainedModel, what: str, states: str | None) -> LanguageModel:
-    """Wrap a model for decoding. A cached wrapper is reused unless the weights or the `states` (None: any) changed."""
+    """Wrap a model for decoding, or return the cached wrapper if the weights and `states` (None: any) are the same."""
     if model.training:
         raise ValueError(f"the {what} is in training mode, where dropout changes its output: call its eval() first")
     state = _state(model)
@@ -214,6 +214,6 @@ def _scorer(model: PreTrainedModel, what: str, states: str | None) -> LanguageMo
 
 
 def _state(model: PreTrainedModel) -> list[Any]:
-    """Return the version, address and dtype of each weight, to detect changed weights."""
+    """Return the version, address and dtype of each weight, which reveal whether weights have changed."""
     versions = [0 if weight.is_inference() else weight._version for weight in model.parameters()]
     return [*versions, *((weight.data_ptr(), weight.dtype) for weight in model.parameters())]

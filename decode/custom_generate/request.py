@@ -1,4 +1,4 @@
-"""Conversion of arguments of transformers' `generate` to arguments of the engine. Unsupported arguments raise errors.
+"""Conversion of the arguments of transformers' `generate` to the engine's. Unsupported arguments raise errors.
 
 Shape letters: B batch, T tokens with padding.
 """
@@ -33,7 +33,7 @@ _GENERATE = inspect.unwrap(GenerationMixin.generate).__code__
 
 
 def recover_arguments(frame: Any) -> dict[str, Any]:
-    """Read from the frame of `generate` the arguments that it does not pass on (transformers 5.17 to 5.23)."""
+    """Read the arguments that `generate` does not pass on from its stack frame (transformers 5.17 to 5.23)."""
     caller = frame.f_back if frame else None
     if caller is None or caller.f_code is not _GENERATE:
         return {}
@@ -55,13 +55,13 @@ def check_request(model: PreTrainedModel, config: Any, inputs: dict[str, Any]) -
     if inputs.pop("assistant_model", None) is not None:
         raise _refusal("assistant_model", "pass it to the method as `drafter`")
     if getattr(model.prepare_inputs_for_generation, "__self__", model) is not model:
-        raise _refusal("inputs that an adapter prepares (prompt tuning)", "it reads input_ids only")
+        raise _refusal("inputs that an adapter prepares (prompt tuning)", "only input_ids are used")
     mode = config.get_generation_mode()
     if mode not in ("greedy_search", "sample"):
-        asks = "num_beams, penalty_alpha, prompt_lookup_num_tokens, use_mtp, dola_layers, constraints and the like"
+        asks = "num_beams, penalty_alpha, prompt_lookup_num_tokens, use_mtp, dola_layers, constraints and similar ones"
         raise _refusal(str(mode.value), f"`custom_generate` selects the method; unset {asks}")
     if config.return_dict_in_generate and any(getattr(config, name) for name in _OUTPUTS):
-        raise _refusal(next(name for name in _OUTPUTS if getattr(config, name)), "it returns sequences only")
+        raise _refusal(next(name for name in _OUTPUTS if getattr(config, name)), "only sequences are returned")
     if config.cache_implementation == "quantized":
         raise _refusal("cache_implementation='quantized'", "it uses its own cache; unset this option")
     cache = inputs.get("past_key_values")
@@ -69,11 +69,11 @@ def check_request(model: PreTrainedModel, config: Any, inputs: dict[str, Any]) -
         raise _refusal("past_key_values", "it uses its own cache; pass all tokens as input_ids")
     for name, value in inputs.items():
         if value is not None and name not in _INPUTS:
-            raise _refusal(name, "it reads input_ids only")
+            raise _refusal(name, "only input_ids are used")
 
 
 def read_sampling(processors: Sequence[Any], do_sample: bool) -> Sampling:
-    """Convert logits processors to a `Sampling`. Raise ValueError for all except temperature, top-k and top-p."""
+    """Convert temperature, top-k and top-p processors to a `Sampling`. Raise ValueError for other processors."""
     values: list[tuple[str, Any]] = []
     for processor in processors:
         kind = type(processor)
@@ -88,14 +88,14 @@ def read_sampling(processors: Sequence[Any], do_sample: bool) -> Sampling:
     names = [name for name, _ in values]
     if names != [name for name in _WARPERS.values() if name in names]:
         raise _refusal(", then ".join(names), "temperature, top_k and top_p are applied once each, in this order")
-    # None of them changes the most likely token.
+    # Greedy decoding can ignore these processors, since none of them changes the most likely token.
     return Sampling(**{"temperature": 1.0} | dict(values)) if do_sample else Sampling()
 
 
 def unpad_prompts(
     target: LanguageModel, model: PreTrainedModel, ids_BT: Tensor, source_BT: Tensor | None, inputs: dict[str, Any]
 ) -> list[list[int]]:
-    """Remove padding from prompts or encoder inputs. Raise ValueError if an input is not supported."""
+    """Return prompts or encoder inputs without padding. Raise ValueError if an input is not supported."""
     mask_BT, positions_BT = inputs.get("attention_mask"), inputs.get("position_ids")
     has_source = model.config.is_encoder_decoder
     if has_source:
@@ -119,11 +119,11 @@ def unpad_prompts(
 
 
 class OutputWriter:
-    """Writer of new tokens, which writes one position of all rows at a time, as `generate` does.
+    """Writer of generated tokens, which writes one position of all rows at a time, as `generate` does.
 
     Rows that have ended are padded if a criterion has an `eos_token_id`. Otherwise they continue until the last row
-    ends, as in `generate`. `ids_BT` (int64, CPU) contains prompts and output in its first `length` columns. Raises
-    ValueError if a criterion has an `eos_token_id` and there is no padding token.
+    ends, as in `generate`. The first `length` columns of `ids_BT` (int64, CPU) contain prompts and output. Raises
+    ValueError if a criterion has an `eos_token_id` but there is no padding token.
     """
 
     def __init__(self, ids_BT: Tensor, criteria: Sequence[Any], config: Any, streamer: Any) -> None:
