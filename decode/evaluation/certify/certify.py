@@ -5,9 +5,9 @@ Each token that a method generated is checked against one forward of the target 
 
 - At temperature 0 each token must be the target's most likely one, up to near-ties: logits whose order rounding can
   change between forwards of different shapes.
-- Otherwise the tokens must follow the target's warped distribution (`uniformity.py`), with the vocabulary ordered by
-  token id, by the target's probabilities, and by the preference of the method's drafter, heads or table. A token of
-  probability 0 is a fault.
+- Otherwise the tokens must follow the target's warped distribution. `uniformity.py` tests this with the vocabulary
+  ordered by token id, by the target's probabilities, and by the preference of the method's drafter, heads or table. A
+  token of probability 0 is a fault.
 
 Shape letters: X tokens, C tokens of a chunk, V vocabulary, D hidden.
 """
@@ -43,17 +43,17 @@ Verdict = Literal["lossless", "too little text", "undecided", "not lossless", "n
 """Verdict on a method. lossless: no test rejects, and a bias of `MAX_HIDDEN_BIAS` would be detected. too little text:
 no test rejects, but such a bias might be missed. undecided: a p-value is still doubtful after all extra tokens."""
 INTERIM_SHARES = (0.125, 0.25, 0.5, 1.0)
-"""Fractions of the planned tokens at which tests run. The level is divided among these and `EXTRA_SHARES`."""
+"""Fractions of the planned tokens at which tests run. They and `EXTRA_SHARES` divide the significance level."""
 EXTRA_SHARES = (2.0, 4.0, 8.0)
-"""Multiples of the planned tokens at which tests run again while a p-value is doubtful."""
+"""Multiples of the planned number of tokens at which tests run again while a p-value is doubtful."""
 DOUBTFUL_LEVEL = 0.01
-"""Probability that a lossless method has a doubtful p-value, each time that the tests run."""
+"""Probability that a lossless method has a doubtful p-value in one run of the tests."""
 MAX_HIDDEN_BIAS = 0.1
-"""Maximum `detectable_bias_99` with which a method is certified as lossless."""
+"""Maximum `detectable_bias_99` at which a method is certified as lossless."""
 WITHIN_ROUNDING = ("near-tie", "edge")
 """Kinds of findings that rounding errors explain."""
-_LISTED = 20  # maximum number of listed faults, and of listed excused findings
-_LENGTH, _MAX_CONTINUATIONS = 3, 1000  # joint laws are tested if all continuations can be enumerated
+_LISTED = 20  # maximum number of listed faults, and of listed findings within rounding
+_LENGTH, _MAX_CONTINUATIONS = 3, 1000  # joint distributions are tested if all continuations can be enumerated
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Plan:
     tokens: int = 4_000
     """Number of tokens to test per method. At temperature 0, every prompt is decoded at most once."""
     level: float = 1e-6
-    """Significance level: probability that any test of a lossless method rejects it."""
+    """Significance level: probability that the tests reject a lossless method."""
     batch: int = 1
     seed: int = 0
     """Base seed. Row r uses seed + r."""
@@ -81,8 +81,8 @@ class Finding:
     """Difference between a method's output and the target's distribution."""
 
     kind: Literal["token", "near-tie", "outside", "edge", "length"]
-    """Kind. token: not the target's most likely token. near-tie: likewise, but within rounding. outside: probability 0
-    after warping. edge: likewise, but within rounding. length: the output ends too early or too late."""
+    """Kind of difference. token: not the target's most likely token. outside: token of probability 0 after warping.
+    near-tie, edge: the same, but rounding explains the difference. length: the output ends too early or too late."""
     prompt: int
     position: int
     """Index among the generated tokens."""
@@ -94,7 +94,7 @@ class Finding:
 
 
 class DecodedBatch(NamedTuple):
-    """Outputs that a method generated for consecutive prompts, and the time it took."""
+    """Outputs that a method generated for consecutive prompts, and the time that this took."""
 
     outputs: list[list[int]]
     seconds: float
@@ -102,7 +102,7 @@ class DecodedBatch(NamedTuple):
 
 @dataclass
 class Certificate:
-    """Result of testing whether one method with its settings is lossless."""
+    """Result of the test whether a method with certain settings is lossless."""
 
     label: str
     method: str
@@ -127,8 +127,8 @@ class Certificate:
     tests: list[dict[str, Any]] = field(default_factory=list)
     """Results of the last run of the tests, with the keys order, test, statistic, p_value and level."""
     bias: dict[str, Any] = field(default_factory=dict)
-    """Estimate, 95 % interval and direction (`towards`) of the bias: the probability that the method shifts, at most
-    the mean total variation distance from the target. At temperature 0, the estimate is the share of wrong tokens."""
+    """Estimate, 95 % interval and direction (`towards`) of the bias: the probability mass that the method shifts, at
+    most the mean total variation distance from the target. At temperature 0: the share of wrong tokens."""
     power: dict[str, Any] = field(default_factory=dict)
     """Number of tokens, level, and the smallest biases that are detected with 80 and 99 % probability
     (`detectable_bias_80`, `detectable_bias_99`)."""
@@ -141,7 +141,7 @@ class Certificate:
 
     @property
     def is_doubtful(self) -> bool:
-        """Return whether a p-value is smaller than those of most lossless methods."""
+        """Return whether a p-value is unusually small for a lossless method."""
         return any(test["p_value"] < DOUBTFUL_LEVEL / len(self.tests) for test in self.tests)
 
     @property
@@ -187,10 +187,10 @@ def certify_method(
 ) -> Certificate:
     """Decode prompts with a method, and test whether the output follows the target's distribution.
 
-    `method` is built from `entry` by default. `reference` scores the output (default: the target). A separate model
-    with the same weights also tests the target's forward. `rounding` is measured by default. `load_or_decode` takes a
-    row number and a function that decodes from this row on, and may return an earlier result instead. `progress` takes
-    the numbers of tested and planned tokens.
+    `method` is built from `entry` by default. `reference` is the model that scores the output (default: the target). A
+    separate model with the same weights also tests the target's forward. `rounding` is measured by default.
+    `load_or_decode` is called with a row number and a function that decodes a batch from this row on. It may return an
+    earlier result instead. `progress` is called with the numbers of tested and planned tokens.
     """
     method, reference = (
         method or build_method(entry.method, parts, entry.sampling, **entry.options),
@@ -239,7 +239,7 @@ class _Run:
     start: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
-        # These generators are independent of those that the text is sampled with.
+        # These generators are independent of those that sample the text.
         self.uniform = np.random.default_rng([self.plan.seed, 1])
         self.spare = np.random.default_rng([self.plan.seed, 2])
 
@@ -270,7 +270,7 @@ class _Run:
 
         start = time.monotonic()
         batch = self.load_or_decode(cert.rows, work)
-        self.start += time.monotonic() - start - batch.seconds  # cached texts count with their original time
+        self.start += time.monotonic() - start - batch.seconds  # loaded outputs count with their original time
         cert.rows += len(prompts)
         cert.tokens += sum(map(len, batch.outputs))
         for number, output in zip(numbers, batch.outputs, strict=True):
@@ -281,7 +281,7 @@ class _Run:
         return batch.outputs
 
     def judge_greedy(self, numbers: Sequence[int], outputs: Sequence[Sequence[int]]) -> None:
-        """Compare each generated token with the target's most likely one."""
+        """Compare each generated token with the target's most likely token."""
         positions = _positions(numbers, outputs)
         if not positions:
             return
@@ -300,7 +300,7 @@ class _Run:
         self.cert.undecided = (self.cert.undecided or 0) + undecided
 
     def sampled(self) -> None:
-        """Decode and test until the result is clear. Groups of four rows share a prompt to detect shared randomness."""
+        """Decode and test until the result is clear. Four rows use the same prompt, to detect shared random numbers."""
         cert = self.cert
         cert.planned = self.plan.tokens
         for share in INTERIM_SHARES + EXTRA_SHARES:
@@ -395,7 +395,7 @@ class _Run:
 
 
 def repeated_draws(rng: Rng) -> int:
-    """Count repeated pairs of successive numbers in the next random numbers of up to 16 rows (53 bits each)."""
+    """Draw random numbers for up to 16 rows, and count the repeated pairs of successive numbers (53 bits each)."""
     draws_BU = torch.cat([rng.uniform(1000)[:16] for _ in range(3)], 1).cpu().contiguous().numpy()
     return draws_BU.size // 2 - len(np.unique(draws_BU.view(np.complex128)))
 

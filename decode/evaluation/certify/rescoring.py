@@ -1,4 +1,4 @@
-"""Rescoring of complete outputs in one forward each (teacher forcing), without steps, trees or a cache.
+"""Rescoring of complete outputs by teacher forcing, with one forward each and without steps or trees.
 
 The model that scores outputs (`Judge`) uses the forward and the logits processors of transformers.
 
@@ -59,7 +59,7 @@ class TextStates(NamedTuple):
 def teacher_force(
     model: LanguageModel, prompts: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]]
 ) -> TextStates:
-    """Run prompts and outputs through a model, and return its hidden states. At least one output token is needed."""
+    """Run prompts and outputs through a model, and return its hidden states. At least one output must have tokens."""
     rows = max(1, _TOKENS_A_FORWARD // (max(map(len, prompts)) + max(map(len, outputs))))
     parts = [
         _read_some(model, prompts[start : start + rows], outputs[start : start + rows])
@@ -73,7 +73,7 @@ def _read_some(model: LanguageModel, prompts: Sequence[Sequence[int]], outputs: 
     starts, cache = model.begin(prompts, max(map(len, outputs)))
     texts = [torch.tensor([*start, *output]) for start, output in zip(starts, outputs, strict=True)]
     ids_BT = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True).to(model.device)
-    # The last part is the final state; states after a shorter row's end are not read.
+    # The last columns are the final states. Positions after the end of a shorter row are not read.
     hidden_BTD = model.extend(cache, ids_BT[:, :-1])[..., -model.hidden_size :]
     positions = [
         (row, len(start) - 1 + index)
@@ -87,7 +87,7 @@ def _read_some(model: LanguageModel, prompts: Sequence[Sequence[int]], outputs: 
 
 
 def chunks(tokens: int, vocab: int) -> Iterator[slice]:
-    """Return slices of the tokens that are small enough for the distributions of a slice to fit into memory."""
+    """Return slices of the token indices. The distributions of all tokens in a slice fit into memory."""
     size = max(1, _NUMBERS_A_CHUNK // vocab)
     return (slice(start, min(start + size, tokens)) for start in range(0, tokens, size))
 
@@ -131,7 +131,7 @@ def judge_probs(logits_XV: Tensor, sampling: Sampling) -> Tensor:
 def joint_distribution(
     model: LanguageModel, prompt: Sequence[int], sampling: Sampling, stops: Sequence[int], length: int
 ) -> np.ndarray:
-    """Return the probability of each continuation of `length` tokens, float64 [L]. Only 0 follows a stop token."""
+    """Return the probability of each continuation of `length` tokens, float64 [L]. Tokens after a stop token are 0."""
     paths = list(itertools.product(range(model.vocab_size), repeat=length))
     hidden_XD = teacher_force(model, [prompt] * len(paths), paths).hidden_XD
     path_LX = torch.tensor(paths, device=hidden_XD.device)
@@ -173,7 +173,7 @@ def make_draft_scorer(
         rows = zip(reading.prefixes, outputs, strict=True)
         matches = [_look_up(prefix, output, proposer, vocab) for prefix, output in rows]
         match_X = torch.from_numpy(np.concatenate(matches)).to(reading.last_X.device)
-        # The additional class, which means no match, is cut off.
+        # The last class stands for positions without a match, and is dropped.
         return lambda index: F.one_hot(match_X[index], vocab + 1)[:, :-1].float()
     return None
 
@@ -181,7 +181,7 @@ def make_draft_scorer(
 def _look_up(
     prefix: Sequence[int], output: Sequence[int], proposer: PromptLookup | SuffixTree, missing: int
 ) -> np.ndarray:
-    """Return the token that lookup proposes at each output position, int64 [T], or `missing` without a match."""
+    """Return the token that lookup proposes at each output position, int64 [T], or `missing` if nothing matches."""
     text_S = np.array([*prefix, *output])
     lengths_T = len(prefix) + np.arange(len(output))
     if isinstance(proposer, SuffixTree):

@@ -44,11 +44,11 @@ class Check(NamedTuple):
     short: bool = False
     """True to limit drafts to one token or tree level, so that bonus tokens occur at every position."""
     drafter: Literal["near", "distant", "certain", "trimmed"] = "near"
-    """near: the target with little noise. distant: with much noise. certain: nearly all probability on one
-    token, often a wrong one. trimmed: without one token of the vocabulary. Methods without a drafter skip all but near.
+    """Kind of drafter. near: target with little noise. distant: target with much noise. certain: nearly all probability
+    on one token, often a wrong one. trimmed: one token is missing. Methods without a drafter run only "near" checks.
     """
     share: float = 6
-    """Factor on the plan's number of tokens, above temperature 0."""
+    """Factor by which the plan's number of tokens is multiplied above temperature 0."""
 
 
 CHECKS = (
@@ -77,9 +77,9 @@ class SmallPair(NamedTuple):
 def stress_method(
     entry: Entry, plan: Plan, device: str = "cpu", progress: Callable[[int, int], None] = lambda done, planned: None
 ) -> Iterator[Certificate]:
-    """Run those of `CHECKS` in which a method claims to be lossless, and yield their certificates.
+    """Run the `CHECKS` in which a method claims to be lossless, and yield the certificate of each check.
 
-    The significance level of the plan applies to all checks together.
+    The significance level of the plan is divided among all checks.
     """
     options = {name: value for name, value in entry.options.items() if name != "drafter"}
     config = method_config(entry.method, options)
@@ -131,7 +131,7 @@ def _sizes(options: Options) -> tuple[int, int]:
 
 @cache
 def make_small_pair(vocab: int = _VOCAB, heads: int = _HEADS, device: str = "cpu", drafter: str = "near") -> SmallPair:
-    """Create the small pair. Drafters are noisy copies of the target. Table and heads are fitted to its outputs."""
+    """Create a small pair. Drafters are noisy copies of the target. Table and heads are fitted to its outputs."""
     model = _llama(vocab, 0, 0.0).to(device)
     target, judge = wrap_model(model, check=False), make_judge(model)
     models = [_llama(vocab, seed, 0.1 if drafter in ("near", "trimmed") else 1.0).to(device) for seed in (1, 2)]

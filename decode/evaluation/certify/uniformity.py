@@ -3,8 +3,8 @@
 Let p be the distribution that a token y should follow given all tokens before it, and F its cumulative sum in any order
 of the vocabulary that is fixed before y is drawn. With V uniform on [0, 1), u = F(before y) + V p(y) is uniform on [0,
 1), and the u of successive tokens are independent (Rosenblatt's transform, 1952, made continuous by V). This holds if
-and only if the text follows p. Tokens must not be grouped by step, because for a correct method only all tokens jointly
-follow p.
+and only if the text follows p. Tokens must not be grouped by decoding step: even for a correct method, only the text as
+a whole follows p.
 
 Shape letters: X tokens of the text, V vocabulary, L continuations, D dimensions of a grid.
 """
@@ -25,7 +25,7 @@ _PER_CELL = 50  # Below this expected count the chi-square approximation fails i
 _PER_CONTINUATION = 20  # Continuations with a smaller expected count are merged.
 _MAX_BINS, _MAX_SIDES = 50, 8
 _MAX_LAG = 256
-"""Maximum distance between two rows that are compared."""
+"""Maximum distance between rows that are compared with each other."""
 
 
 class Result(NamedTuple):
@@ -73,7 +73,7 @@ def transform(probs_XV: Tensor, scores_XV: Tensor, token_X: Tensor, uniform_X: T
         probs_XV: Distributions that the tokens should follow, float64. Each sums to 1.
         scores_XV: Scores of the vocabulary, which must not depend on the tokens.
         token_X: Token ids.
-        uniform_X: Uniform random numbers in [0, 1), float64, that nothing else uses.
+        uniform_X: Uniform random numbers in [0, 1), float64, which must not be used for anything else.
     """
     token_X1 = token_X[:, None]
     score_X1 = scores_XV.gather(1, token_X1)
@@ -93,20 +93,20 @@ def favoured_excess(probs_XV: Tensor, favoured_XV: Tensor, token_X: Tensor) -> t
 def uniformity_tests(evidence: Evidence, rng: np.random.Generator) -> list[Result]:
     """Run all of `TESTS` on the hypothesis that tokens follow p. P-values are not corrected for multiple tests.
 
-    - bins: chi-square of u over equal bins.
-    - kolmogorov-smirnov: the largest distance D of the distribution function of u from the diagonal,
+    - bins: chi-square test of u over equal bins.
+    - kolmogorov-smirnov: largest distance D between the distribution function of u and the diagonal,
       p ≤ 2 exp(-2 n D²) (Massart 1990, valid for every n).
-    - neighbours: chi-square of pairs of successive u of a row over a grid: the first and second, third and fourth.
-      next neighbours: the second and third. two apart: the first and third. These detect shared random numbers.
-    - rows: products of centred u at one position of two rows, summed for each distance between rows up to `_MAX_LAG`;
-      the smallest p-value times the number of distances. It detects rows that share random numbers.
-    - favoured: the sum of the excess, p ≤ 2 exp(-v h(s / v)) with h(x) = (1 + x) log(1 + x) - x and summed variance v
-      (Freedman 1975). It is the most sensitive to a bias towards the favoured tokens.
+    - neighbours, next neighbours, two apart: chi-square tests over a grid for pairs of u in a row: (1, 2), (3, 4), …;
+      (2, 3), (4, 5), …; and (1, 3), (2, 4), …. They detect random numbers that tokens share.
+    - rows: sums of products of centred u at the same position of two rows, for each distance between rows up to
+      `_MAX_LAG`. The smallest p-value is multiplied by the number of distances. Detects rows that share random numbers.
+    - favoured: sum s of the excess, p ≤ 2 exp(-v h(s / v)) with h(x) = (1 + x) log(1 + x) - x and summed variance v
+      (Freedman 1975). This test is the most sensitive to a bias towards the favoured tokens.
 
     Args:
         evidence: Test statistics of the tokens.
-        rng: Draws the partner of a row's last token if it has none. Omitting that token would favour texts that
-            continue.
+        rng: Generator that draws a partner for the last token of a row if it has none. Omitting this token would favour
+            texts that continue.
     """
     uniform_X, excess_X, variance_X = evidence.joined
     uniforms, sorted_X, index_X = [row[0] for row in evidence.rows], np.sort(uniform_X), np.arange(len(uniform_X))
@@ -132,7 +132,7 @@ def _pairs(row: np.ndarray, lag: int, rng: np.random.Generator) -> np.ndarray:
 
 
 def _test_cells(test: str, pieces: Sequence[np.ndarray], max_sides: int) -> Result:
-    """Run a chi-square test that points are uniform over a grid of equal cells. `pieces` are [D, points] each."""
+    """Run a chi-square test of whether points ([D, points] per piece) are uniform over a grid of equal cells."""
     points_DX = np.concatenate([*pieces, np.zeros((len(pieces[0]) if pieces else 2, 0))], 1)
     dimensions, count = points_DX.shape
     bins = min(max_sides, int((count // _PER_CELL) ** (1 / dimensions)))
@@ -143,7 +143,7 @@ def _test_cells(test: str, pieces: Sequence[np.ndarray], max_sides: int) -> Resu
 
 
 def test_rows(rows: Sequence[np.ndarray]) -> Result:
-    """Test that rows are independent, using correlations of u (see the module docstring) at each lag between rows.
+    """Test whether rows are independent, by correlations of u (see the module docstring) at each lag between rows.
 
     With x = 2 u - 1, which lies in [-1, 1] and has mean 0, the products x_r x_{r+d} are martingale differences whose
     variance is x_r² / 3 given the earlier rows (Freedman 1975).
@@ -162,7 +162,7 @@ def test_rows(rows: Sequence[np.ndarray]) -> Result:
 
 
 def joint_test(laws: Sequence[np.ndarray], outcomes: Sequence[Sequence[int]]) -> Result:
-    """Run a chi-square test that the continuations of each prompt follow their probabilities [L]."""
+    """Run a chi-square test of whether the continuations of each prompt follow their probabilities [L]."""
     statistic, freedom = 0.0, 0
     for law_L, outcome in zip(laws, outcomes, strict=True):
         observed_L, expected_L = np.bincount(outcome, minlength=len(law_L)), law_L / law_L.sum() * len(outcome)
@@ -175,7 +175,7 @@ def joint_test(laws: Sequence[np.ndarray], outcomes: Sequence[Sequence[int]]) ->
 
 
 def martingale_p(total: float, variance: float) -> float:
-    """Return an upper bound of the p-value of a sum of martingale differences of at most 1 (Freedman 1975)."""
+    """Return an upper bound on the p-value of a sum of martingale differences of at most 1 (Freedman 1975)."""
     size = abs(total)
     if size < 1e-9:
         return 1.0

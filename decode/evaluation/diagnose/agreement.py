@@ -1,4 +1,4 @@
-"""Agreement between drafts and the target at every token of given texts, measured by teacher forcing.
+"""Agreement between draft tokens and the target at every token of a text, measured by teacher forcing.
 
 Shape letters: T predicted tokens of all passages (for EAGLE-3: input tokens of one text), C tokens of a chunk, X new
 tokens, K depth, P passages, V vocabulary, R proposed tokens, D hidden, G auxiliary hidden states.
@@ -30,14 +30,14 @@ MEASURES = ("hit", "overlap", "agree", "accepted")
 
 
 class Passage(NamedTuple):
-    """Prompt and text on which draft and target are compared."""
+    """Prompt and text on which draft tokens and target are compared."""
 
     prompt: Sequence[int]
     """Token ids of the prompt, at least one. Encoder-decoders use them as encoder input."""
     text: Sequence[int]
-    """Token ids of the text, which are predicted."""
+    """Token ids of the text to predict."""
     judged: Sequence[bool] | None = None
-    """Mask of the text's tokens that are scored. None scores all."""
+    """Mask of the text's tokens that are scored. None scores all tokens."""
 
     def judge_only(self, ids: set[int]) -> "Passage":
         """Return a copy of the passage in which only tokens in `ids` are scored."""
@@ -61,9 +61,9 @@ class Source:
     depth: int = 1
     """Number of tokens predicted from one position (K), each by a separate head or step."""
     draws: bool = True
-    """True if draft tokens are sampled, False if the most likely token is always proposed, as by heads."""
+    """True if draft tokens are sampled. False if the most likely token is always proposed, as with heads."""
     proposed: Tensor | None = None
-    """Ids of the tokens that can be proposed. None if all can, or if they are unknown."""
+    """Ids of the tokens that can be proposed. None if all tokens can be proposed, or if this is unknown."""
     needs_previous_state: bool = False
     """True if drafting a token needs the target's hidden state from which the previous token is predicted."""
 
@@ -97,7 +97,7 @@ def heads_source(heads: HeadModule, dtype: torch.dtype) -> Source:
 
 
 def eagle_source(heads: EagleHeads, target: LanguageModel) -> Source:
-    """Return a `Source` that drafts with EAGLE-3 heads. The target must return their auxiliary states."""
+    """Return a `Source` that drafts with EAGLE-3 heads. The target must return auxiliary states for them."""
 
     def run_heads(passage: Passage) -> Tensor:
         aux_1TG, _, ids_1T = target_states(target, passage)
@@ -111,7 +111,7 @@ def eagle_source(heads: EagleHeads, target: LanguageModel) -> Source:
 
 
 def target_states(target: LanguageModel, passage: Passage) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the target's auxiliary states [1, T, G], final states [1, T, D] and ids [1, T], except the last token."""
+    """Return the target's auxiliary states [1, T, G], final states [1, T, D] and ids [1, T], without the last token."""
     (start,), cache = target.begin([passage.prompt], len(passage.text))
     ids_1T = torch.tensor([[*start, *passage.text[:-1]]], device=target.device)
     states_1TS = target.extend(cache, ids_1T)
@@ -119,9 +119,9 @@ def target_states(target: LanguageModel, passage: Passage) -> tuple[Tensor, Tens
 
 
 def chains(heads: EagleHeads, aux_1TG: Tensor, ids_1T: Tensor, new: int, previous_token: bool = False) -> Tensor:
-    """Return the states [X, K, D] from which EAGLE-3 heads predict the last `new` tokens, k positions earlier.
+    """Return the states [X, K, D] from which step k of EAGLE-3 heads predicts each of the last `new` tokens.
 
-    With `previous_token`, the heads' input at each position is the token before it.
+    With `previous_token`, the heads' input at each position is the preceding token.
     """
     count = ids_1T.shape[1]
     mask_11TT = torch.ones(1, 1, count, count, dtype=torch.bool, device=ids_1T.device).tril()
@@ -156,13 +156,13 @@ def _with_best(logits_CV: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Scores:
-    """Agreement between target and drafts at every predicted token y. Row k is for drafts k positions earlier."""
+    """Agreement between target and drafts at each predicted token y. Row k contains drafts made k positions earlier."""
 
     measures: dict[str, NDArray[np.float32]]
     """Mapping from measure names to values [K, T]. hit: 1 if the source's most likely token is y. overlap: Σ min(p, q),
     unwarped, the acceptance probability at temperature 1 (Leviathan et al. 2023, arXiv 2211.17192, theorem 3.5). agree:
-    1 if target and source have the same most likely token. accepted: acceptance probability under the warping of
-    decoding, Σ min(p, q), or p of the draft token if it is not sampled."""
+    1 if target and source have the same most likely token. accepted: acceptance probability with the sampling settings,
+    Σ min(p, q), or p of the draft token if it is not sampled."""
     valid_KT: NDArray[np.bool_]
     """Mask of the scored tokens for which a draft was made k positions earlier."""
     passage_T: NDArray[np.int64]
@@ -253,7 +253,7 @@ def _valid(passages: Sequence[Passage], starts: Sequence[Sequence[int]], source:
     parts = []
     for passage, start in zip(passages, starts, strict=True):
         index_T = np.arange(len(passage.text))
-        # Drafts for a token come from a state k + 1 positions before the one that the target predicts it from.
+        # A token is drafted from a state k + 1 positions before the state from which the target predicts the token.
         earliest = 1 if source.needs_previous_state and len(start) < 2 else 0
         judged_T = np.ones(len(index_T), dtype=bool) if passage.judged is None else np.asarray(passage.judged, bool)
         parts.append(judged_T & (index_T - np.arange(source.depth)[:, None] >= earliest))

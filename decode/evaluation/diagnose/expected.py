@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from ....checkpoints.pairs.sides import Finding
 
-_TOLERANCE = 0.05  # of tokens per step; near-ties and ends of texts explain less
+_TOLERANCE = 0.05  # relative, of tokens per step; near-ties and ends of texts cause smaller differences
 
 
 class ServerPrediction(NamedTuple):
@@ -23,10 +23,10 @@ class ServerPrediction(NamedTuple):
     prompt_tokens: dict[str, int]
     """Number of tokens of each prompt in this engine."""
     measured: dict[str, tuple[int, int]]
-    """Numbers of tokens and steps for each prompt. Empty if the server may generate other lengths."""
+    """Numbers of tokens and steps for each prompt. Empty if the server's token limit differs."""
 
     def tokens_per_step(self, gamma: int, prompts: Iterable[str]) -> float:
-        """Return the measured tokens per step for `prompts`, or a prediction from acceptance for another `gamma`."""
+        """Return the tokens per step measured on `prompts`, or predicted from acceptance rates if `gamma` differs."""
         texts = [self.measured[prompt] for prompt in prompts if prompt in self.measured]
         if texts and gamma == self.gamma:
             tokens, steps = map(sum, zip(*texts, strict=True))
@@ -35,7 +35,7 @@ class ServerPrediction(NamedTuple):
 
 
 def predict_server(row: Mapping[str, Any], prompt_tokens: dict[str, int], same_length: bool) -> ServerPrediction:
-    """Return the prediction from a row. `same_length` is True if the server uses the row's token limit."""
+    """Predict a server's results from a row. `same_length` is True if the server uses the token limit of the row."""
     texts = row["by_prompt"] if same_length else []
     measured = {text["prompt"]: (text["tokens"], text["steps"]) for text in texts if text["steps"]}
     return ServerPrediction(row["label"], draft_length(row), row["acceptance_by_depth"], prompt_tokens, measured)
@@ -57,7 +57,7 @@ def compare_server(expected: ServerPrediction, row: Mapping[str, Any]) -> Iterat
     nonzero = [gap for gap in differences.values() if gap]
     if nonzero:
         counts = f"{len(nonzero)} of {len(differences)} prompts"
-        what = f"the server's number of tokens differs by {min(nonzero):+d} to {max(nonzero):+d} in {counts}"
+        what = f"the server's number of prompt tokens differs by {min(nonzero):+d} to {max(nonzero):+d} in {counts}"
         advice = "check its chat template, tokenizer and maximum context length"
         yield Finding("prompts", f"{label}: {what}", advice=advice, is_fault=True)
     if row["drafted_per_step"] is None:

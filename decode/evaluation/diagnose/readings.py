@@ -1,8 +1,8 @@
-"""Agreement of EAGLE-3 heads with their target for different inputs.
+"""Agreement of EAGLE-3 heads with their target for different inputs of the heads.
 
-A reading is a choice of inputs: that of the config, of a serving engine, or of a common training mistake.
+A reading is a choice of inputs: as in the config, in a serving engine, or after a common training mistake.
 
-Shape letters: P passages, T tokens of a text but its last, X new tokens, K steps, D hidden, G auxiliary hidden states.
+Shape letters: P passages, T tokens of a text except the last, X new tokens, K steps, D hidden, G auxiliary states.
 """
 
 import copy
@@ -29,7 +29,7 @@ from .agreement import Passage, chains, draft_logits, target_states
 from .stages import make_finding
 
 _MIN_TEXTS, _MIN_DIFFERENCE, _FALSE_ALARMS = 8, 0.005, 0.01
-"""Minimum number of texts, minimum difference for a finding, and probability of any false finding."""
+"""Minimum number of texts, minimum difference for a finding, and maximum probability of a false finding."""
 _MIN_SECOND_STEP = 0.5
 """Minimum agreement of the second step relative to the first. It is 0.90 for heads that were trained on their own
 states, and 0.18 for heads that were trained for a single step."""
@@ -45,15 +45,15 @@ class Reading(NamedTuple):
     rope_theta: float | None = None
     """Base of the rotary embeddings, or None to use the config's."""
     unshifted: bool = False
-    """True if embeddings are those of the previous token, as in training without shifted tokens."""
+    """True if the heads embed the previous token, as after training without shifted tokens."""
     agreement_by_step: tuple[float, ...] = ()
     """Share of positions where each step's most likely token is the target's, with teacher forcing."""
     agreement: float = 0.0
     """Share of positions where the most likely tokens agree, over all steps."""
     error: float = 0.0
-    """Standard error of the difference from the config's reading on the same texts."""
+    """Standard error of the difference in agreement from the config's reading on the same texts."""
     second_step_drop: tuple[float, float] = (0.0, 0.0)
-    """Amount by which the second step's agreement is below half of the first's, and its standard error."""
+    """Half of the first step's agreement minus the second step's agreement, and the standard error of this value."""
     texts: int = 0
 
     def __str__(self) -> str:
@@ -64,7 +64,7 @@ class Reading(NamedTuple):
         return ", ".join(parts)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the reading as JSON, without the errors, which are infinite for a single text."""
+        """Return the reading as a JSON object, without standard errors, which are infinite for a single text."""
         errors = ("error", "second_step_drop")
         return {"reading": str(self)} | {name: value for name, value in self._asdict().items() if name not in errors}
 
@@ -189,7 +189,7 @@ def _is_significant(difference: float, error: float, texts: int, comparisons: in
 
 
 def reading_findings(readings: Sequence[Reading], depth: int) -> list[Finding]:
-    """Return the findings from the readings of heads that draft `depth` tokens."""
+    """Return the findings that the readings give for heads that draft `depth` tokens."""
     best, faults = best_reading(readings), []
     if best is not None:
         lost, quantile = best.agreement - readings[0].agreement, student_t.isf(0.005, best.texts - 1)

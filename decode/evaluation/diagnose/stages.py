@@ -15,29 +15,29 @@ from ..bootstrap import Floats, percentile_interval, resampled_ratios
 from ..trace import TracedStep
 from .agreement import Scores
 
-_LEVEL = 0.99  # of the intervals of losses, high because there are several
+_LEVEL = 0.99  # confidence level of loss intervals, high because several are tested
 _MIN_LOSS = 0.02  # minimum loss of acceptance for which a cause is reported
 _EXACT, _ROUNDED = 0.01, 0.02  # tolerance of reproduced training metrics, in float32 and in 16 bits
 CAUSES = {
     "export": (
-        "the saved weights give other metrics on the held-out blocks than the weights in memory did",
+        "the saved weights do not give the metrics on the held-out blocks that the weights in memory gave",
         "train or export again; check whether a cast or a merge changed the files or the target",
     ),
     "target": (
-        "the artifact was trained for another target",
+        "the artifact was trained for a different target",
         "decode with the target that it was trained for, or train it for this one (`target` in its recipe)",
     ),
     "inputs": (
-        "the heads agree more with the target for other inputs than those of their config",
+        "the heads agree more with the target if their inputs differ from their config",
         "correct the config if it can describe how they were trained, or train them again",
     ),
     "steps": (
-        "the heads agree with the target in the first step, which reads the target's states, but hardly later",
+        "the heads agree with the target in the first step, which reads the target's states, but much less later",
         "train with as many steps as are drafted (`num_heads`), so that heads learn to read their own states",
     ),
     "template": (
-        "conversations are rendered with another template than in training",
-        "evaluate and serve with the template of training, or train with the one that is served",
+        "conversations are rendered with a different chat template from the one in training",
+        "evaluate and serve with the training template, or train with the template that you serve",
     ),
     "text": (
         "the target's responses to these prompts differ from the training text",
@@ -53,7 +53,7 @@ NO_FAULTS = ("text", "drafting")
 
 
 def make_finding(cause: str, lost: float | None, interval: list[float] | None, numbers: str = "") -> Finding:
-    """Create the finding for a key of `CAUSES`. `lost` is the acceptance lost, or None if not measured."""
+    """Create the finding for a key of `CAUSES`. `lost` is the loss of acceptance rate, or None if unknown."""
     what, advice = CAUSES[cause]
     is_fault = cause not in NO_FAULTS
     return Finding(cause, what + numbers, advice=advice, is_fault=is_fault, lost=lost, interval=interval)
@@ -71,7 +71,7 @@ class DraftAttempt(NamedTuple):
 
 
 def draft_attempts(steps: Iterable[TracedStep]) -> list[DraftAttempt]:
-    """Return the verified draft tokens of all steps in order, without those after the end of the output.
+    """Return the verified draft tokens of all steps in order, without tokens after the end of the output.
 
     Of several candidates in a tree, only the accepted one is returned, or the first if all were rejected.
     """
@@ -125,9 +125,9 @@ def decoding_stage(
 
 
 def gaps(stages: Sequence[Stage]) -> list[dict[str, Any]]:
-    """Return the acceptance `lost` from each stage (`before`) to the next one that has a value (`after`).
+    """Return the acceptance rate `lost` from each stage (`before`) to the next stage with a value (`after`).
 
-    `interval` is the 99 % interval over prompts, or None with too few prompts or without values per prompt.
+    `interval` is the 99 % interval over prompts, or None if there are too few prompts or values.
     """
     rows = []
     for before, after in pairwise(stage for stage in stages if stage.value is not None):
@@ -157,9 +157,9 @@ def stage_findings(
 
     Args:
         stages: Measured stages in order.
-        other_target: Whether the artifact was trained for another target.
-        other_template: Whether it was trained with another template.
-        rounds: Whether a measurement used a 16-bit dtype.
+        other_target: True if the artifact was trained for a different target.
+        other_template: True if it was trained with a different chat template.
+        rounds: True if a measurement used a 16-bit dtype.
     """
     by_key, findings = {stage.key: stage for stage in stages}, []
     if "record" in by_key and "files" in by_key:

@@ -33,7 +33,7 @@ class TrainingRecord:
         return str((self.manifest.recipe.get("train") or {}).get("precision", "no")) != "no"
 
     def has_other_template(self, template: Template, tokenizer: Any) -> bool:
-        """Return whether training used another chat template, or False if the manifest does not record one."""
+        """Return whether training used a different chat template, or False if the manifest records none."""
         saved = (self.manifest.data.get("source") or {}).get("template")
         if not isinstance(saved, dict) or set(saved) != {value.name for value in fields(Template)}:
             return False
@@ -71,7 +71,7 @@ def load_training_record(folder: Path) -> TrainingRecord | None:
 
 
 def block_passages(data: PreparedData, blocks: int) -> list[Passage]:
-    """Convert the documents in the first blocks to passages, in which supervised tokens are scored."""
+    """Convert the documents in the first blocks to passages. Only supervised tokens are scored."""
     passages = []
     for block in range(blocks):
         batch = data.batch([block])

@@ -1,4 +1,4 @@
-"""Measured latency of a model's forward as a function of the number of tokens."""
+"""Measured latency of a model's forward pass as a function of the number of tokens."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ NODES = (1, 2, 3, 5, 9, 17, 33, 65)
 
 @dataclass(frozen=True)
 class Curve:
-    """Non-decreasing and piecewise linear curve of a forward's seconds over the number of tree nodes."""
+    """Non-decreasing, piecewise linear function from the number of tree nodes to the seconds of a forward."""
 
     nodes: tuple[int, ...]
     seconds: tuple[float, ...]
@@ -26,7 +26,7 @@ class Curve:
         return cls(tuple(nodes), tuple(float(value) for value in isotonic_regression(seconds).x))
 
     def __call__(self, nodes: float) -> float:
-        """Return the seconds for a number of nodes, extrapolating the last segment."""
+        """Return the seconds for a number of nodes. The last segment is extrapolated to larger numbers."""
         if nodes > self.nodes[-1] and len(self.nodes) > 1:
             slope = (self.seconds[-1] - self.seconds[-2]) / (self.nodes[-1] - self.nodes[-2])
             return self.seconds[-1] + slope * (nodes - self.nodes[-1])
@@ -35,7 +35,7 @@ class Curve:
 
 @torch.inference_mode()
 def measure_forwards(model: LanguageModel, context: int, nodes: Sequence[int] = NODES, runs: int = 24) -> Curve:
-    """Time forwards of each number of nodes after `context` tokens, and fit a curve to the lower quartiles."""
+    """Measure forwards with each number of nodes after `context` tokens, and fit a curve to the lower quartiles."""
     calls = [raw_forward(model, count, context) for count in nodes]
     seconds = time_in_turns(model, calls, runs)
     # The lower quartile is used because other processes can only increase the time.

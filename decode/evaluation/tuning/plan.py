@@ -1,7 +1,7 @@
-"""Plan of which drafters to train: candidates, their potential speedup, and the training that fits the time budget.
+"""Plan for training drafters: candidates, their potential speedup, and the training that fits the time budget.
 
 With draft tokens accepted at rates α_1, α_2, …, a step with γ draft tokens yields 1 + Σ_{i ≤ γ} Π_{j ≤ i} α_j tokens.
-Its cost is a target forward over γ + 1 tokens of each sequence, plus drafting.
+Its cost is a target forward over γ + 1 tokens per sequence, plus the cost of drafting.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,13 +17,13 @@ Seconds = Callable[[float], float]
 BUDGET_SHARES = {"answers": 0.25, "measure": 0.05, "tune": 0.19, "certify": 0.05}
 """Shares of the time budget for each phase. The rest is for training."""
 SELECTION_SHARE = 0.5
-"""Share of the training time in which all candidates are trained. The rest is for the best ones."""
+"""Share of the training time in which all candidates are trained. The rest is for the best candidates."""
 MIN_ANSWERS, MIN_STEPS = 20, 32
 """Minimum number of responses to train on, and minimum number of training steps."""
 MIN_BATCHES = 4
 """Minimum number of batches on which a method is measured."""
 EVALUATION_OVERHEAD = 2.0
-"""Time of an evaluation (prefill, repeated rows, profiles) relative to the time of decoding only."""
+"""Ratio of the time of an evaluation, with prefill, repeats and profiles, to the time of decoding."""
 OPTIMISTIC_ACCEPTANCE: dict[Kind, tuple[float, ...]] = {
     "drafter": (0.95, 0.95, 0.95, 0.95, 0.95),
     "parallel": (0.95, 0.9, 0.85, 0.8),
@@ -45,7 +45,7 @@ class Candidate:
     layers: tuple[int, ...]
     """Layers of the target from which a drafter is initialised."""
     cost: float
-    """Cost of a draft token relative to a one-token target forward. For parallel drafts, cost of all tokens."""
+    """Cost of a draft token relative to a one-token target forward. For parallel drafting, cost of all tokens."""
 
     @property
     def slug(self) -> str:
@@ -54,7 +54,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes that determine the cost of a model."""
+    """Model sizes that determine the cost of a forward."""
 
     layers: int
     layer_parameters: float
@@ -63,7 +63,7 @@ class ModelShape:
 
     @property
     def parameters(self) -> float:
-        """Return the number of parameters that a forward uses."""
+        """Return the number of parameters that a forward pass uses."""
         return self.layers * self.layer_parameters + self.vocabulary * self.hidden
 
 
@@ -77,7 +77,7 @@ def list_candidates(shape: ModelShape, draft_vocabulary: int, supports_eagle: bo
             items.append(Candidate(f"{len(layers)}-layer drafter", "drafter", layers, cost))
     if items:
         items.append(Candidate(f"{items[-1].name}, parallel (PARD)", "parallel", items[-1].layers, items[-1].cost))
-    if supports_eagle:  # its layer has twice the input width and projects the target's hidden states
+    if supports_eagle:  # its layer has inputs of twice the width, and it projects the target's hidden states
         cost = (1.3 * shape.layer_parameters + head) / shape.parameters
         items.append(Candidate("EAGLE-3", "eagle", (), cost))
     blocks = 3 * (2 * shape.hidden**2 + head)
@@ -100,12 +100,12 @@ def is_worth_training(candidate: Candidate, seconds: Seconds, batch: int = 1) ->
     best = best_draft(candidate, lambda tokens: seconds(batch * tokens))[1]
     reason = f"{candidate.name}: at most {best:.2f}x"
     return best >= _MIN_SPEEDUP, reason + (
-        "" if best >= _MIN_SPEEDUP else ": not trained, autoregressive decoding is as fast"
+        "" if best >= _MIN_SPEEDUP else ": not trained, since autoregressive decoding is as fast"
     )
 
 
 def affordable_candidates(step_seconds: Mapping[str, float], seconds: float) -> tuple[list[str], str]:
-    """Return the candidates whose minimum training fits into `seconds`, and the reason for dropping others."""
+    """Return the candidates whose minimum training fits into `seconds`, and the reason for dropping the others."""
     names = sorted(step_seconds, key=lambda name: step_seconds[name])
     while names and MIN_STEPS * (sum(map(step_seconds.__getitem__, names)) + step_seconds[names[-1]]) > seconds:
         names.pop()
@@ -120,5 +120,5 @@ def count_batches(seconds: float, rows: int, batch_seconds: float, most: int) ->
 
 
 def count_rows(seconds: float, batch_seconds: float, least: int) -> int:
-    """Return the number of methods, without the baseline, for which `MIN_BATCHES` can be measured in `seconds`."""
+    """Return how many methods (without the baseline) can be measured on `MIN_BATCHES` batches in `seconds`."""
     return max(least, int(seconds / (EVALUATION_OVERHEAD * MIN_BATCHES * batch_seconds)) - 1)

@@ -1,4 +1,4 @@
-"""Search space of the tuner: the settings of each method, the most promising first."""
+"""Search space of the tuner: the settings of each method, starting with the most promising ones."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -74,7 +74,7 @@ class Available:
 
 
 def tunable_methods(available: Available, temperature: float) -> list[str]:
-    """List the names in `GRIDS` that the artifacts allow, without methods that are redundant at temperature 0."""
+    """List the names in `GRIDS` that the artifacts allow, without methods that temperature 0 makes redundant."""
     names = [name for name in GRIDS if temperature > 0 or name not in (*SAME_WHEN_GREEDY, TYPICAL)]
     names = [name for name in names if name != PARALLEL or available.is_parallel]
     return [name for name in names if available.parts.issuperset(method_config(*VARIANTS.get(name, (name, {}))).needs)]

@@ -1,4 +1,4 @@
-"""Tuner based on successive halving: measure all settings on a few prompts, then the fastest ones on more.
+"""Tuner that uses successive halving: measure all settings on a few prompts, then the fastest on more prompts.
 
 Settings are measured with this engine. Draft lengths can also be measured with a serving engine.
 """
@@ -46,14 +46,14 @@ class Measurement:
     method: str = ""
     options: dict[str, Any] = field(default_factory=dict)
     is_steady: bool = True
-    """False if other processes are known to have disturbed the times."""
+    """False if other processes disturbed the times."""
     is_lossless: bool = True
     perplexity: float | None = None
     """Perplexity of the output under the target."""
     name: str = ""
     """Name of the trained candidate that drafts tokens."""
     steps: int = 0
-    """Number of training steps of the candidate; 0 if it was not trained."""
+    """Number of training steps of the candidate. 0 if it was not trained."""
 
     @classmethod
     def of_row(cls, row: Row) -> "Measurement":
@@ -73,7 +73,7 @@ def tune(
 
     Args:
         labels: Unique labels of all settings.
-        measure: Function that takes labels, the round's number from 1 and the number of prompts, and measures them.
+        measure: Function that measures settings, given their labels, the round number from 1 and the number of prompts.
         prompts: Number of prompts of each round.
     """
     measured: list[Measurement] = []
@@ -115,14 +115,14 @@ def choose_winner(measurements: Sequence[Measurement]) -> tuple[Measurement | No
     lossless = [row for row in measurements if row.is_lossless]
     ranked = sorted((row for row in lossless if row.is_steady), key=lambda row: -row.speedup)
     if not ranked:
-        return None, "no measurement is steady: measure again while nothing else runs on this machine"
+        return None, "no measurement is steady: measure again while no other process runs on this machine"
     first = ranked[0]
     if first.interval[0] <= 1:
         disturbed = len(lossless) - len(ranked)
         more = "; more prompts may decide" if first.speedup > 1 else ""
         more += f"; {disturbed} disturbed measurements are left out" if disturbed else ""
         return None, (
-            f"nothing is significantly faster than autoregressive decoding; the best is {first}: a step yields "
+            f"no setting is significantly faster than autoregressive decoding; the best is {first}: a step yields "
             f"{first.tokens_per_step:.2f} tokens and costs {first.tokens_per_step / first.speedup:.2f} forwards{more}"
         )
     tied = [row.label for row in ranked[1:] if row.interval[1] >= first.speedup]
