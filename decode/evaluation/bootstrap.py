@@ -21,7 +21,7 @@ def resample_weights(prompts: int, seed: int | Sequence[int] = 0, draws: int = R
 
 
 def resampled_ratios(over_PG: Floats, under_PG: Floats, seed: int = 0) -> Floats | None:
-    """Return the ratio of the sums of `over_PG` and `under_PG` in each resample, [R, G], or None for few prompts."""
+    """Return sum(over_PG) / sum(under_PG) of each resample, [R, G], or None if there are too few prompts."""
     if len(over_PG) < MIN_PROMPTS:
         return None
     weight_RP = resample_weights(len(over_PG), seed)
@@ -30,7 +30,7 @@ def resampled_ratios(over_PG: Floats, under_PG: Floats, seed: int = 0) -> Floats
 
 
 def percentile_interval(values_R: Floats | None, level: float = 0.95) -> tuple[float, float] | None:
-    """Return the percentile interval of resampled values, or None if over 10 % of them are not finite."""
+    """Return the percentile interval of resampled values, or None if over 10 % of the values are not finite."""
     if values_R is None:
         return None
     finite_R = values_R[np.isfinite(values_R)]

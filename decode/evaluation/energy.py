@@ -1,16 +1,16 @@
-"""Energy measurement with the counters of GPUs and processors.
+"""Energy measurement with the energy counters of GPUs and processors.
 
-A counter covers a whole device including all processes: a GPU board with its memory, or processor packages and, if the
-machine counts it, their memory. Fans, disks and power supplies are not included.
+A counter covers a whole device with all its processes: a GPU board with its memory, or the processor packages. Main
+memory is included if the machine has a counter for it. Fans, disks and power supplies are not included.
 
 The procedure follows Yang, Adámek and Armour (arXiv 2312.02741) and arXiv 2407.09722, appendix B. GPU sensors report a
 mean over a window once per period. The sensors of the A100 and H100 sample 25 ms of every 100 ms.
 
-1. Windows last at least `Timing.seconds`, which spans many periods. If the sensor samples part of the time,
-   eight pauses shift the work relative to its samples, and their idle energy is subtracted (error at most 4 %).
-2. Several trials follow waits of random length. Results are their mean and its standard error.
-3. Work while the power rises is discarded. A window begins and ends when the counter has just changed, so that both
-   ends have the same lag.
+1. Windows last at least `Timing.seconds`, which spans many periods. If the sensor samples only part of the time, eight
+   pauses shift the work relative to the samples. The idle energy of the pauses is subtracted (error at most 4 %).
+2. Each trial starts after a random wait. Results are the mean over the trials and its standard error.
+3. Measurements are discarded while the power still rises. A window begins and ends when the counter has just changed,
+   so that both ends have the same lag.
 """
 
 import importlib
@@ -32,7 +32,7 @@ from .profile import raw_forward, synchronise, time_in_turns
 POWERCAP = Path("/sys/class/powercap")
 _PAUSES = 8
 _MAX_SILENCE = 2.0
-"""Minimum seconds without a change after which a counter counts as stuck."""
+"""Minimum number of seconds without a change before a counter is reported as stuck."""
 
 
 class CounterError(Exception):
@@ -41,12 +41,12 @@ class CounterError(Exception):
 
 @dataclass(frozen=True)
 class Timing:
-    """Durations for measuring with a kind of energy counter, in seconds."""
+    """Durations in seconds for measurements with one type of energy counter."""
 
     seconds: float
     """Minimum length of the window of one trial."""
     discard: float
-    """Time at the start of a trial that is not counted."""
+    """Time at the start of a trial that is not measured."""
     period: float
     """Maximum time between two changes of the counter."""
     pause: float
@@ -60,12 +60,12 @@ RAPL = Timing(seconds=1.0, discard=0.2, period=0.01, pause=0.0)
 
 @dataclass(frozen=True)
 class Energy:
-    """Energy per unit of work, which is a token or a forward."""
+    """Measured energy per unit of work. A unit is a token or a forward pass."""
 
     source: str
     """Counter: "nvml" or "rapl"."""
     joules: float
-    """Joules per unit including idle power, as mean of the trials."""
+    """Joules per unit, including idle power. This is the mean over the trials."""
     error: float
     """Standard error of `joules`."""
     above_idle: float | None
@@ -76,7 +76,7 @@ class Energy:
     seconds: float
     """Seconds per unit of work."""
     trials: list[float]
-    """Joules per unit of each trial."""
+    """Joules per unit in each trial."""
 
 
 class _Window(NamedTuple):
@@ -89,10 +89,10 @@ class _Window(NamedTuple):
 
 
 class EnergyMeter:
-    """Energy meter that measures work with a counter, by the procedure of this module.
+    """Energy meter that measures work with an energy counter. The module docstring describes the procedure.
 
-    `joules` returns the joules of all devices since a fixed moment, or raises CounterError. `clock` and `sleep` can
-    replace the functions of `time`.
+    `joules` returns the energy that all devices have used since a fixed moment, or raises CounterError. `clock` and
+    `sleep` can replace the functions of `time`.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class EnergyMeter:
     ) -> Energy:
         """Measure the energy per unit of work. `seed` determines the random waits.
 
-        `work` does some work, waits for the devices, and returns the number of units done.
+        `work` runs one piece of work, waits until the devices have finished, and returns the number of units.
 
         Raises:
             CounterError: The counter fails.
@@ -164,7 +164,7 @@ class EnergyMeter:
         return Energy(self.source, joules, error, excess if excess >= 0 else None, watts, idle_watts, seconds, trials)
 
     def _run(self, work: Callable[[], float], seconds: float, pause: float = 0.0) -> _Window:
-        """Repeat `work` for `seconds`, and then until the counter changes."""
+        """Repeat `work` for at least `seconds`, and stop at the next change of the counter."""
         clock, period = self._clock, self.timing.period
         begin = changed_at = clock()
         value, units, paused, pauses = self.joules(), 0.0, 0.0, 0
@@ -189,7 +189,7 @@ class EnergyMeter:
 
 
 class RaplCounter:
-    """Energy counter of Linux power capping zones. It wraps around, so it must be read often.
+    """Energy counter of Linux power capping zones (RAPL), which wraps around and must be read often.
 
     Raises:
         OSError: A file cannot be read.
@@ -205,7 +205,7 @@ class RaplCounter:
         return [int((zone / "energy_uj").read_text(encoding="ascii")) for zone in self._zones]
 
     def __call__(self) -> float:
-        """Return joules since the counter was created."""
+        """Return the joules used since this object was created."""
         try:
             now = self._read()
         except (OSError, ValueError) as error:
@@ -218,7 +218,7 @@ class RaplCounter:
 def open_meter(devices: Sequence[torch.device]) -> tuple[EnergyMeter | None, str]:
     """Open an energy meter for the GPUs among the devices, or for the processor if there are none.
 
-    Returns the meter and what it measures, or None and the reason why no counter is available.
+    Returns the meter and a description of the measured devices, or None and the reason why there is no counter.
     """
     kinds = {device.type for device in devices} - {"meta"}
     if "cuda" in kinds:
@@ -239,7 +239,7 @@ def _open_rapl() -> tuple[EnergyMeter | None, str]:
             zone: (zone / "name").read_text(encoding="ascii").strip() for zone in sorted(POWERCAP.glob("intel-rapl:*"))
         }
         packages = [zone for zone, name in names.items() if name.startswith("package")]
-        # A package contains its cores but not the memory; `psys`, the platform, contains both.
+        # The counter of a package includes its cores but not the memory. `psys` (the platform) includes both.
         memory = [zone for zone, name in names.items() if name == "dram"]
         if not packages:
             return None, f"the processor has no energy counter (RAPL): {POWERCAP}/intel-rapl:* contains no package"
@@ -257,7 +257,7 @@ def _open_nvml(uuids: Sequence[str]) -> tuple[EnergyMeter | None, str]:
     try:
         nvml: Any = importlib.import_module("pynvml")
     except ModuleNotFoundError:
-        return None, "the energy of GPUs is read through NVML: run `pip install nvidia-ml-py`"
+        return None, "measuring the energy of GPUs requires NVML: run `pip install nvidia-ml-py`"
 
     def joules() -> float:
         try:
@@ -279,11 +279,11 @@ def _open_nvml(uuids: Sequence[str]) -> tuple[EnergyMeter | None, str]:
 def measure_batches(
     model: LanguageModel, batches: Sequence[int], runs: int, context: int, meter: EnergyMeter | None, seed: int = 0
 ) -> dict[str, Any]:
-    """Measure time and energy of forwards of one new token at several batch sizes, after `context` tokens.
+    """Measure the time and energy of one-token forwards after `context` tokens, at several batch sizes.
 
-    Returns the arguments, the counter's `source`, `idle_watts` and `failure` (if it failed), and a row for each batch
-    size, which contains the median seconds and mean joules `_per_run` and `_per_input`, and their standard `errors`.
-    Joules contain idle power except `joules_per_run_above_idle`.
+    Returns a dictionary with the arguments, the counter's `source`, `idle_watts`, `failure` (the reason if the counter
+    failed) and `rows`. The row of a batch size contains the median seconds and the mean joules per run and per input,
+    with standard errors. Joules include idle power, except in `joules_per_run_above_idle`.
     """
     sizes = sorted(batches)
     calls = [raw_forward(model, 1, context, batch=batch, seed=seed, fill_cache=True) for batch in sizes]
@@ -308,7 +308,7 @@ def measure_batches(
 
 
 def batch_row(batch: int, seconds: Sequence[float], energy: Energy | None) -> dict[str, Any]:
-    """Return the result row of one batch size, given the seconds and the energy of its forwards."""
+    """Create the result row of one batch size from the seconds and the energy of its forwards."""
     error = statistics.stdev(seconds) / len(seconds) ** 0.5 if len(seconds) > 1 else 0.0
     median, joules = statistics.median(seconds), energy.joules if energy else None
     return {

@@ -31,14 +31,14 @@ REFERENCE = "transformers"
 NUM_PROFILED = 3
 """Number of prompts that are decoded again to profile steps and to measure energy."""
 MAX_STEADY_SLOWDOWN = 1.25
-"""Maximum `Run.slowdown` of steady measurements. Undisturbed measurements have 1.03 to 1.10."""
+"""Maximum `Run.slowdown` of a steady measurement. Undisturbed measurements reach 1.03 to 1.10."""
 _MIN_PROMPTS = 4  # minimum for a quartile
 _Job = Callable[[int, Sequence[Sequence[int]], Limits], list["Decoded"]]
 
 
 @dataclass(frozen=True)
 class Entry:
-    """Method with its settings, for which an evaluation returns one row."""
+    """Method and its settings. An evaluation returns one row of results for each entry."""
 
     label: str
     method: str
@@ -57,7 +57,7 @@ class Decoded(NamedTuple):
 
 
 class RunKey(NamedTuple):
-    """Label, prompt and repeat of one run."""
+    """Key of one run: label of the entry, index of the prompt, and number of the repeat."""
 
     label: str
     prompt: int
@@ -87,25 +87,25 @@ class Run:
         )
 
     def by_batch(self, values: Sequence[float]) -> list[list[float]]:
-        """Group values, one for each prompt, by batch."""
+        """Group a list of values, with one value per prompt, by batch."""
         batches: dict[int, list[float]] = {}
         for group, value in zip(self.groups or range(len(values)), values, strict=True):
             batches.setdefault(group, []).append(value)
         return list(batches.values())
 
     def median_seconds(self) -> list[float]:
-        """Return each prompt's median seconds over all repeats."""
+        """Return the decoding time of each prompt in seconds, as the median over all repeats."""
         return [statistics.median(run.seconds for run in runs) for runs in self.by_prompt]
 
     def stepping_seconds(self) -> list[float]:
-        """Return each prompt's median seconds over all repeats, without prefill."""
+        """Return the decoding time of each prompt without prefill in seconds, as the median over all repeats."""
         return [statistics.median(run.seconds - run.prefill_seconds for run in runs) for runs in self.by_prompt]
 
     def slowdown(self) -> float | None:
-        """Return the time of the steps relative to an estimate of their undisturbed time, or None for too few prompts.
+        """Return the ratio of the step time to its estimate without disturbance, or None for too few prompts.
 
-        Other processes can only make runs longer. With several repeats, the estimate uses the fastest one of each
-        batch, otherwise the lower quartile of the time per step.
+        Other processes can only slow down a run. The estimate therefore uses the fastest repeat of each batch or, if
+        there is only one repeat, the lower quartile of the time per step.
         """
         runs = zip(*([run.seconds - run.prefill_seconds for run in row] for row in self.by_prompt), strict=True)
         times = list(zip(*(map(sum, self.by_batch(row)) for row in runs), strict=True))
@@ -140,7 +140,7 @@ def decode_prompt(
     limits: Limits,
     profile: StepProfile | None = None,
 ) -> Decoded:
-    """Decode one prompt with a method."""
+    """Decode one prompt with a method, and measure the time."""
     return decode_batch(target, method, sampling, seed, [prompt], limits, profile)[0]
 
 
@@ -153,7 +153,7 @@ def decode_batch(
     limits: Limits,
     profile: StepProfile | None = None,
 ) -> list[Decoded]:
-    """Decode prompts in one batch and divide its time equally among them. Prompt b uses the seed `seed + b`."""
+    """Decode prompts in one batch, and assign each an equal share of the time. Prompt b uses the seed `seed + b`."""
     ids: list[list[int]] = [[] for _ in prompts]
     tallies = [Tally() for _ in prompts]
     synchronise(target)
@@ -203,7 +203,7 @@ _NOT_APPLIED = {
 
 
 def ignored_settings(generation_config: Any) -> dict[str, Any]:
-    """Return the settings that change greedy output in `transformers.generate` but are not supported here."""
+    """Return the active settings that change greedy output in `transformers.generate` but not in this engine."""
     values = {name: getattr(generation_config, name, None) for name in _NOT_APPLIED}
     if getattr(generation_config, "cache_implementation", None) == "quantized":
         values["cache_implementation"] = "quantized"
@@ -252,12 +252,12 @@ def measure(
     on_run: Callable[[RunKey, Decoded], None] | None = None,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> dict[str, Run]:
-    """Decode every prompt with every entry `repeats` times. Return a mapping from labels to runs.
+    """Decode every prompt `repeats` times with every entry. Return a mapping from labels to runs.
 
-    The order changes from prompt to prompt (`job_order`). The tokens of a prompt depend on the seed and its index only,
-    so all repeats give the same tokens. The transformers model `reference` adds a row of greedy decoding if an entry is
-    greedy. `finished` contains the runs of an interrupted evaluation, which are not repeated; `on_run` receives every
-    other run.
+    The order of the entries changes from batch to batch (see `job_order`). The tokens of a prompt depend only on the
+    seed and the prompt's index, so all repeats give the same tokens. If an entry is greedy, the transformers model
+    `reference` is measured too. Runs in `finished`, from an interrupted evaluation, are not repeated. `on_run` receives
+    all other runs.
     """
     jobs, done = _jobs(target, parts, entries, reference, seed), dict(finished or {})
     first = warm_up_prompts(prompts, limits, target.device.type, target.supports_any_length)
@@ -290,8 +290,8 @@ def warm_up_prompts(
 ) -> list[tuple[Sequence[int], Limits]]:
     """Return the prompts and limits to decode before timing starts.
 
-    On a GPU there is one prompt for each length that needs its own graph. It is decoded to the limit, so that no graph
-    is captured during measurement. The longest comes first, so that all can reuse its cache.
+    On a GPU, there is one prompt for each length that needs its own CUDA graph. It is decoded up to the limit, so that
+    no graph is captured during measurement. The longest prompt comes first, so that the others can reuse its cache.
     """
     if device == "cpu":
         return [(prompts[0], Limits(min(8, limits.max_new_tokens), limits.stop_ids))]
@@ -327,9 +327,9 @@ def _jobs(target: LanguageModel, parts: Parts, entries: Sequence[Entry], referen
 
 
 def job_order(count: int, number: int) -> list[int]:
-    """Return the order of `count` jobs at turn `number`.
+    """Return the order in which `count` jobs run in round `number`.
 
-    Over `count` turns (twice as many if odd) each job follows every other equally often (Williams 1949).
+    Over `count` rounds (2 `count` if it is odd), each job follows every other job equally often (Williams 1949).
     """
     zigzag = [(index + 1) // 2 if index % 2 else -(index // 2) for index in range(count)]
     order = [(step + number) % count for step in zigzag]
@@ -345,7 +345,7 @@ def profile_steps(
     seed: int = 0,
     batch: int = 1,
 ) -> StepProfile:
-    """Decode the first prompts, or their batches, again, and time the phases of each step."""
+    """Decode the first prompts or batches again, and measure the time of each phase of their steps."""
     method = build_method(entry.method, parts, entry.sampling, **entry.options)
     whole = StepProfile(target.device)
     for first in range(0, min(NUM_PROFILED, len(prompts)), batch):
@@ -388,7 +388,7 @@ def measure_entry_energy(
 def check_capacity(
     target: LanguageModel, parts: Parts, entries: Sequence[Entry], prompts: Mapping[str, Sequence[int]], limits: Limits
 ) -> None:
-    """Raise ValueError if the longest prompt and its response exceed the positions of the target or a drafter."""
+    """Raise ValueError if the longest prompt and its response exceed the maximum length of the target or a drafter."""
     limits_by_entry = []
     for entry in entries:
         proposer = build_method(entry.method, parts, entry.sampling, **entry.options).proposer

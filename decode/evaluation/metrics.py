@@ -5,7 +5,7 @@
 - `acceptance_rate` (α): accepted ÷ examined draft tokens. The examination of a path ends at its first rejection.
 - `acceptance_at_k`: levels where one of k candidates was accepted ÷ levels examined.
 - `acceptance_by_depth[i]`: share of the steps whose path reached depth i that accepted a token there.
-- `speedup`: tokens per second relative to autoregressive decoding by this engine on the same prompts, median runs.
+- `speedup`: tokens per second relative to autoregressive decoding by this engine on the same prompts (median runs).
 - Intervals: 95 % bootstrap intervals over prompts (2,000 resamples), or None for fewer than 3 prompts.
 """
 
@@ -36,12 +36,12 @@ class Tally:
     examined: int = 0
     rejections: int = 0
     iterations: int = 0
-    """Number of iterations of the engine's loop. 0 if not counted."""
+    """Number of iterations of the decoding loop. 0 if iterations were not counted."""
     reached: list[int] = field(default_factory=list)
     passed: list[int] = field(default_factory=list)
 
     def add_step(self, step: Step, row: int) -> None:
-        """Add the counts of one step of a row, unless the row had ended before."""
+        """Add the counts of one step of a row, unless the row ended before this step."""
         if not step.active[row]:
             return
         accepted, rejected = int(step.accepted[row]), bool(step.rejected[row])
@@ -61,7 +61,7 @@ class Tally:
 
     @property
     def rounds(self) -> int:
-        """Return the number of iterations or, if not counted, of target forwards. They differ only for beam search."""
+        """Return the number of iterations, or of target forwards if unknown. They differ only for beam search."""
         return self.iterations or self.steps
 
     def __add__(self, other: "Tally") -> "Tally":
@@ -75,7 +75,7 @@ class Tally:
         return Tally(**counts)
 
     def metrics(self) -> dict[str, object]:
-        """Return a mapping from metric names to values. Metrics without any counts are None."""
+        """Return a mapping from metric names to values. Metrics that have no counts are None."""
         levels = self.accepted + self.rejections
         by_depth = [passed / reached for reached, passed in zip(self.reached, self.passed, strict=True) if reached]
         return {
@@ -113,10 +113,10 @@ def tokens_per_step_interval(tallies: Sequence[Tally]) -> Interval | None:
 
 
 def find_impossible_value(entry: Mapping[str, Any], forwards: float = 1.0, slack: float = 1.0) -> str | None:
-    """Return the reason why a measured entry cannot be correct, or None if it can.
+    """Return a message about the first impossible number of a measured entry, or None if all are possible.
 
-    Numbers must be finite and at least 0, shares at most 1, and perplexities at least 1. The speedup's interval must
-    not lie above the tokens per iteration, `tokens_per_step` times target `forwards` (for categories with 10 % slack).
+    Numbers must be finite and at least 0, shares at most 1, and perplexities at least 1. The lower end of the speedup's
+    interval must be at most the tokens per iteration: `tokens_per_step` times `forwards` (plus 10 % for categories).
     """
     for key, number in _numbers(entry):
         if not math.isfinite(number):
@@ -138,7 +138,7 @@ def find_impossible_value(entry: Mapping[str, Any], forwards: float = 1.0, slack
 
 
 def _numbers(value: Any, key: str = "") -> Iterator[tuple[str, float]]:
-    """Yield the path and value of every number in an entry, except in its options and categories."""
+    """Yield the key and value of every number in an entry, except in its options and categories."""
     if isinstance(value, Mapping):
         for name, inner in value.items():
             if name not in ("options", "by_category"):

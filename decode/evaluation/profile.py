@@ -1,6 +1,6 @@
-"""Profiling of decoding steps: time of each phase, time of drafting forwards in isolation, and FLOPs.
+"""Profiling of decoding steps: time of each phase, time of isolated drafting forwards, and FLOPs.
 
-Shape letters: B batch, N nodes, T tokens, M new tokens, S slots that they attend to, H heads, E head width.
+Shape letters: B batch, N nodes, T tokens, M new tokens, S cache slots, H heads, E head width.
 """
 
 import math
@@ -27,7 +27,7 @@ PHASES = ("draft", "score", "verify", "commit", "host")
 
 
 class FirstStep:
-    """Profile that records the start of the first step, after the prefill."""
+    """Profiler that records the time at which the first step starts, after the prefill."""
 
     def __init__(self, before: Callable[[], None]) -> None:
         self._before, self.at = before, math.inf
@@ -38,14 +38,14 @@ class FirstStep:
             self.at = time.perf_counter()
 
     def mark(self, phase: str) -> None:
-        """Do nothing at the end of a phase."""
+        """Ignore the end of a phase."""
 
 
 class StepProfile:
-    """Profile that records the seconds of each phase of each step.
+    """Profiler that records the seconds of each phase of each step.
 
     On CUDA, phases are timed with events, and the commit ends with the step's only synchronisation. `host` is the time
-    between two steps and, on CUDA, the part of a step in which the device was idle.
+    between two steps plus, on CUDA, the time within a step during which the device was idle.
     """
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
@@ -144,9 +144,9 @@ def _patch_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def time_in_turns(model: LanguageModel, calls: Sequence[Callable[[], object]], rounds: int) -> list[list[float]]:
-    """Return the seconds of each call in each round. Calls take turns, so that slow changes affect all alike.
+    """Measure the seconds of each call in each round. Calls alternate, so that slow changes affect all equally.
 
-    Each call first runs once untimed, since other calls have replaced the content of the processor's caches.
+    Each call runs once before it is timed, because other calls have replaced the contents of the processor's caches.
     """
     seconds: list[list[float]] = [[] for _ in calls]
     for _ in range(rounds):
@@ -168,7 +168,7 @@ def synchronise(model: LanguageModel) -> None:
 
 @torch.inference_mode()
 def drafting_cost(target: LanguageModel, method: Method, nodes: float, context: int) -> tuple[float, int]:
-    """Return the time of a step's drafting forwards relative to a one-token target forward, and their number.
+    """Return the time of a step's drafting forwards relative to a one-token target forward, and their count.
 
     Forwards run in isolation after `context` committed tokens. `nodes` is the number of tree nodes in a step.
     """
@@ -191,10 +191,10 @@ def raw_forward(
     model: LanguageModel, nodes: int, context: int, *, batch: int = 1, seed: int = 0, fill_cache: bool = False,
     tree: Tree | None = None,
 ) -> Callable[[], Tensor]:  # fmt: skip
-    """Return a callable that runs a forward of `nodes` tokens after `context` committed ones.
+    """Return a callable that runs a forward of `nodes` tokens after `context` committed tokens.
 
-    Tokens are random, since equal ones would select the same experts in a mixture-of-experts model. `fill_cache` runs
-    the context, since energy depends on the values in the cache. The paths of `tree` are scored as separate rows.
+    Tokens are random, because equal tokens would select the same experts of a mixture-of-experts model. `fill_cache`
+    runs the context first, because energy depends on the cached values. The paths of a `tree` are separate rows.
     """
     generator = torch.Generator().manual_seed(seed)
     ids_BT = torch.randint(model.vocab_size, (batch, context + nodes), generator=generator)
@@ -246,7 +246,7 @@ def measured_flops(target: LanguageModel, method: Method, nodes: float, context:
 
 
 def count_flops(call: Callable[[], Any]) -> int:
-    """Count the FLOPs of a call with PyTorch's counter, extended by fused CPU attention and packed weights."""
+    """Count the FLOPs of a call with PyTorch's counter, extended to fused CPU attention and packed weights."""
     unknown = {
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_products,
         torch.ops.mkldnn._linear_pointwise: _packed_products,

@@ -21,7 +21,7 @@ _TIE = {torch.float32: 1024, torch.float16: 16, torch.bfloat16: 4}
 
 @torch.inference_mode()
 def surprisal(target: LanguageModel, prompt: Sequence[int], output: Sequence[int]) -> float:
-    """Return −log p(output | prompt) under the unwarped target, in nats (infinite for an impossible output)."""
+    """Return −log p(output | prompt) under the unwarped target, in nats. It is infinite if the probability is 0."""
     if not output:
         return 0.0
     hidden_BTD = _states(target, prompt, output)
@@ -34,9 +34,9 @@ def surprisal(target: LanguageModel, prompt: Sequence[int], output: Sequence[int
 
 
 def perplexity_of(nats: Iterable[float], tokens: Iterable[int]) -> float | None:
-    """Return the perplexity, which is exp of the mean surprisal per token (arXiv 2407.09722, eq. 1).
+    """Return the perplexity: the exponential of the mean surprisal per token (arXiv 2407.09722, eq. 1).
 
-    It is None without tokens or if an output has probability 0, and NaN if the target returned NaN.
+    The result is None if there are no tokens or an output has probability 0, and NaN if the target returned NaN.
     """
     loss, count = sum(nats), sum(tokens)
     if math.isnan(loss):
@@ -47,8 +47,8 @@ def perplexity_of(nats: Iterable[float], tokens: Iterable[int]) -> float | None:
 def rouge_l(text: str, references: Sequence[str]) -> float | None:
     """Return ROUGE-L, the F-measure of the longest common subsequence of words (Lin 2004).
 
-    With several references, the best score is returned, and None without any. Words are runs of a–z and 0–9 after
-    lower-casing, not stemmed, as in Google's `rouge_score`.
+    The result is the best score over all references, or None if there are none. Words are runs of a–z and 0–9 in the
+    lower-cased text, without stemming, as in Google's `rouge_score`.
     """
     candidate = _WORD.findall(text.lower())
     return max((_f_measure(candidate, _WORD.findall(reference.lower())) for reference in references), default=None)
@@ -76,9 +76,9 @@ def common_subsequence(first: Sequence[str], second: Sequence[str]) -> int:
 
 @torch.inference_mode()
 def nearly_tied(target: LanguageModel, prompt: Sequence[int], text: Sequence[int], greedy: Sequence[int]) -> bool:
-    """Return whether two texts first differ at a near-tie, which forwards of other shapes may round differently.
+    """Return whether two texts first differ at a near-tie: logits so close that rounding can change their order.
 
-    The limit for a near-tie depends on the dtype only, while certificates of losslessness measure it.
+    The limit is a fixed multiple of the dtype's precision, whereas certificates of losslessness measure the limit.
     """
     index = common_prefix(text, greedy)
     if index == min(len(text), len(greedy)):

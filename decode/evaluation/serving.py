@@ -1,8 +1,8 @@
 """Metrics of a server with speculative decoding, computed from its responses.
 
-Times are measured by the client. The first token of a response comes from prefill, so tokens per step are counted after
-it, as tokens ÷ steps. The number of steps is the engine's count of drafts or, if that is missing or smaller, tokens
-minus accepted tokens, which ignores tokens accepted after the end of a text.
+The client measures all times. Tokens per step are tokens ÷ steps, without the first token of a response, which comes
+from the prefill. The number of steps is the number of drafts that the engine reports, but at least tokens minus
+accepted tokens. This difference is too small if the engine accepted tokens after the end of a text.
 
 Shape letters: P prompts, R resamples.
 """
@@ -17,7 +17,7 @@ from .measure import BASELINE
 
 
 class Reply(NamedTuple):
-    """Response of a server, or the reason for its failure."""
+    """Response of a server to a request, or the reason why the request failed."""
 
     text: str = ""
     tokens: int = 0
@@ -38,7 +38,7 @@ class Reply(NamedTuple):
 
     @property
     def is_timed(self) -> bool:
-        """Return whether the time per token is known. The response must not have arrived all at once."""
+        """Return whether the time per token is known. This requires a response that arrived in several parts."""
         return self.failure is None and self.tokens > 1 and self.last > self.first
 
 
@@ -49,18 +49,18 @@ class Block(NamedTuple):
     """Seconds from the first request to the last response."""
     replies: list[Reply]
     counters: dict[str, float]
-    """Counters of the server during the block: `drafts`, `drafted`, `accepted`, and `accepted 0`, … by position."""
+    """Server counters during the block: `drafts`, `drafted`, `accepted`, and `accepted 0`, … for each position."""
 
 
 def load_rows(
     concurrency: int, prompts: Sequence[tuple[str, str]], sides: Sequence[Sequence[Block]], temperature: float
 ) -> list[dict[str, Any]]:
-    """Return the result rows of a server and, if measured, of its baseline at one concurrency.
+    """Create the result rows of a server and, if it was measured, of its baseline at one concurrency.
 
     Args:
         concurrency: Number of requests in flight.
         prompts: Name and category of each prompt, in the order of the replies.
-        sides: Blocks of the server, and of the baseline.
+        sides: Blocks of the server and, if it was measured, blocks of the baseline.
         temperature: Sampling temperature of the requests.
     """
     names, categories = [name for name, _ in prompts], dict(prompts)
@@ -109,8 +109,8 @@ def serving_metrics(blocks: Sequence[Block]) -> dict[str, Any]:
 def compare_replies(replies: Mapping[str, Reply], base_replies: Mapping[str, Reply], greedy: bool) -> dict[str, Any]:
     """Compare a server's responses with a baseline's responses to the same prompts.
 
-    The speedup is the ratio of the times per token after the first one, with its 95 % interval over prompts. If
-    `greedy`, identical responses are counted.
+    The speedup is the ratio of the times per token after the first token, with its 95 % interval over prompts. If
+    `greedy` is True, identical responses are counted.
     """
     timed = [{name for name, reply in group.items() if reply.is_timed} for group in (replies, base_replies)]
     names = [name for name in replies if name in timed[0] & timed[1]]
@@ -129,7 +129,7 @@ def compare_replies(replies: Mapping[str, Reply], base_replies: Mapping[str, Rep
 
 
 def _acceptance(blocks: Sequence[Block], good: Sequence[Reply]) -> dict[str, Any]:
-    """Return acceptance metrics from the server's counters or responses, or None if neither reports them."""
+    """Compute acceptance metrics from the server's counters or responses. They are None if neither reports them."""
     total: dict[str, float] = {}
     for block in blocks:
         for key, value in block.counters.items():

@@ -29,7 +29,7 @@ class EvalPrompt:
 
 @dataclass
 class Summary:
-    """Rows and errors of an evaluation."""
+    """Result rows and error messages of an evaluation."""
 
     rows: list[dict[str, Any]] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
@@ -38,7 +38,7 @@ class Summary:
     """Messages about lossless methods whose output differs from greedy decoding by more than near-ties."""
     identical_to_transformers: list[int] | None = None
     """Number of prompts for which `transformers.generate` gives the same output as greedy decoding, up to near-ties,
-    and number of all prompts. None if it was not run."""
+    and total number of prompts. None if `transformers.generate` was not run."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class _Entry:
     drafting: float
     """Time of a step's drafting forwards in isolation relative to a one-token forward of the target."""
     share: float
-    """Median share of a step's time spent in forwards of target, drafter and heads."""
+    """Median share of a step's time spent in forwards of the target, drafter and heads."""
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,8 @@ class Summariser:
     """Builder of result rows from measured runs.
 
     Args:
-        limits, seed, batch: Settings of the runs, since prompts are decoded again to profile steps.
-        text_of: Decoder of token ids for ROUGE-L. None omits it.
+        limits, seed, batch: Settings of the runs, used to decode prompts again for profiles of their steps.
+        text_of: Function that decodes token ids to text for ROUGE-L. None omits ROUGE-L.
         energies: Mapping from labels to the energy per token, if measured.
     """
 
@@ -106,11 +106,11 @@ class Summariser:
             base = bases[entry.sampling]
             row = self._row(entry, base, partial(advance, entry.label))
             counts = total(self.runs[entry.label].tallies)
-            # a batch takes as long as its longest text, so its speedup is not bounded by the tokens per iteration
+            # a batch takes as long as its longest output, so its speedup is not limited by the tokens per iteration
             forwards = counts.steps / counts.rounds if self.batch == 1 else math.inf
             fault = self._check_text(entry, row, base, summary) or find_impossible_value(row, forwards)
             if fault:
-                summary.errors.append(f"the measurement of {entry.label!r} is impossible: {fault}")
+                summary.errors.append(f"the measurement of {entry.label!r} has an impossible value: {fault}")
             else:
                 summary.rows.append(row)
         return summary
@@ -176,8 +176,8 @@ class Summariser:
         counts, greedy = total(run.tallies), costs.entry.sampling.greedy
         reference = self.runs.get(REFERENCE) if greedy else None
         speeds = _speeds(run, base)
-        # The bound is the speedup if steps consisted of their forwards only. It is a share of the measured time, so the
-        # speedup cannot exceed it.
+        # `bound` is the speedup if only forwards took time in each step. Forwards take a share of the measured time, so
+        # the speedup cannot exceed `bound`.
         efficiency = 1 - (1 - costs.share) * sum(run.stepping_seconds()) / sum(run.median_seconds())
         return {
             **counts.metrics(),
@@ -209,11 +209,11 @@ class Summariser:
         }
 
     def _check_text(self, entry: Entry, row: dict[str, Any], base: Run, summary: Summary) -> str | None:
-        """Return the reason why an entry's output is impossible, such as inconsistent token counts, or None."""
+        """Return a message if an entry's output is impossible, for example if token counts differ, or None."""
         run = self.runs[entry.label]
         for index, (ids, tally) in enumerate(zip(run.ids, run.tallies, strict=True)):
             if len(ids) != tally.tokens:
-                return f"prompt {self._named(index)} has {len(ids)} tokens, but its steps counted {tally.tokens}"
+                return f"prompt {self._named(index)} has {len(ids)} output tokens, but its steps counted {tally.tokens}"
         if not (entry.sampling.greedy and row["lossless"]):
             return None
         different, wrong = self._compare(run, base)
@@ -227,11 +227,11 @@ class Summariser:
         for index in wrong:
             length, expected = len(run.ids[index]), len(base.ids[index])
             if length != expected:
-                return f"prompt {self._named(index)} has {length} tokens, but {expected} in greedy decoding"
+                return f"prompt {self._named(index)} has {length} output tokens, but {expected} in greedy decoding"
         return None
 
     def _compare(self, run: Run, base: Run) -> tuple[list[int], list[int]]:
-        """Return the prompts whose output differs from the baseline's, and the subset of them without near-ties."""
+        """Return the prompts whose output differs from the baseline's, and those that near-ties do not explain."""
         different = [index for index, ids in enumerate(run.ids) if ids != base.ids[index]]
         return different, [
             index

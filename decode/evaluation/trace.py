@@ -24,8 +24,8 @@ class TracedStep:
     accepted: tuple[int, ...]
     """Accepted draft tokens, in order."""
     rejected: tuple[int, ...]
-    """Rejected draft tokens after the accepted ones. In a chain, this is the next token, or all that the verifier
-    examined. In a tree, these are all children of the last accepted node."""
+    """Draft tokens rejected after the accepted ones. In a chain, these are the remaining tokens that the verifier
+    examined, at least one. In a tree, these are all children of the last accepted node."""
     next_id: int | None
     """Token added by the target. None if a stop token or the limit came first."""
 
@@ -58,7 +58,7 @@ def trace(
 
 
 def _traced(proposal: Proposal, verdict: Verdict, num_kept: int, rejected: bool, examined: int) -> TracedStep:
-    """Return the step of the first row, which committed `num_kept` new tokens."""
+    """Create the traced step of the first row, which committed `num_kept` new tokens."""
     tokens, parents = proposal.tokens_BN[0].tolist(), proposal.tree.parents_BN[0].tolist()
     exists = [True] * len(tokens) if proposal.valid_BN is None else proposal.valid_BN[0].tolist()
     path = verdict.path_BK[0, : int(verdict.accepted_B[0])].tolist()

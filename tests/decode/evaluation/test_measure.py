@@ -224,7 +224,7 @@ def test_a_lossless_method_with_another_text_is_reported(evaluation: Evaluation)
     shorter = change_text(evaluation.runs, "chain", 1, ids[:-1], tokens=len(ids) - 1)
     summary = evaluation.summary(shorter)
     (error,) = summary.errors
-    assert f"prompt 1 (second) has {len(ids) - 1} tokens, but {len(ids)} in greedy decoding" in error
+    assert f"prompt 1 (second) has {len(ids) - 1} output tokens, but {len(ids)} in greedy decoding" in error
     assert "chain" not in [row["label"] for row in summary.rows]
     assert len(summary.lossless_violations) == 1
 
@@ -253,7 +253,7 @@ def test_counts_that_disagree_with_texts_are_reported(evaluation: Evaluation) ->
     tokens = len(evaluation.runs["beam"].ids[2])
     wrong = change_text(evaluation.runs, "beam", 2, evaluation.runs["beam"].ids[2], tokens=tokens + 1)
     (error,) = evaluation.summary(wrong).errors
-    assert f"prompt 2 (third) has {tokens} tokens, but its steps counted {tokens + 1}" in error
+    assert f"prompt 2 (third) has {tokens} output tokens, but its steps counted {tokens + 1}" in error
 
 
 def test_a_baseline_is_required(evaluation: Evaluation) -> None:
