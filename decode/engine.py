@@ -56,7 +56,7 @@ class Proposal:
     tokens_BN: Tensor
     """Token id of each node, int64. Node 0 is the root."""
     draft_probs_BMV: Tensor | None = None
-    """Draft distributions after the first M nodes, float32. None if the draft tokens are deterministic."""
+    """Drafter's distribution after each of the first M nodes, float32. None if draft tokens are deterministic."""
     valid_BN: Tensor | None = None
     """Bool mask of the nodes that contain a draft token. None if all nodes contain one."""
     draft_scores_BN: Tensor | None = None
@@ -144,7 +144,7 @@ class Proposer(ABC):
         """List the forward passes needed to propose a tree of `nodes` nodes for one row (default: none).
 
         Returns:
-            Pairs of the model or heads that run (None for the target), and the number of tokens of the forward pass.
+            One pair for each forward pass: the model or heads (None for the target), and the number of tokens.
         """
         return []
 
@@ -240,7 +240,7 @@ class Context:
         return self.last_ids(1)
 
     def aux_before(self, count: int) -> Tensor:
-        """Return the auxiliary hidden states [B, count, G] of the predecessors of the last `count` tokens."""
+        """Return auxiliary hidden states [B, count, G] at the positions before each of the last `count` tokens."""
         assert self.aux_BSG is not None
         if len(self.lengths) == 1:
             return self.aux_BSG[:, self.lengths[0] - count - 1 : self.lengths[0] - 1]
@@ -256,7 +256,7 @@ class Context:
         return self.ids_BS.gather(1, after_B1 - count + torch.arange(count, device=self.ids_BS.device))
 
     def commit(self, proposal: Proposal, verdict: Verdict, hidden_BND: Tensor, prefetch: Sequence[Tensor] = ()) -> Step:
-        """Commit the accepted paths and copy `prefetch` to the host, with the only synchronisation of the step."""
+        """Commit the accepted paths and copy `prefetch` to the host, which is the only synchronisation of a step."""
         tree, depth = proposal.tree, verdict.path_BK.shape[1]
         chains_BMK = None if proposal.chains is None else proposal.chains.nodes_BMK
         optional = (proposal.valid_BN, verdict.examined_B, verdict.rejected_B, chains_BMK)
@@ -344,7 +344,7 @@ def _count_examined(path: list[int], parents: list[int], valid: list[bool] | Non
 
 
 def prefill(model: LanguageModel, cache: KVCache, ids_BS: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Run a model on the committed tokens without the last one of each row, the root of the first tree.
+    """Run a model on all committed tokens except the last of each row, which is the root of the first tree.
 
     To limit activation memory, each forward has at most `PREFILL_TOKENS` tokens per row. Returns all hidden states.
     """

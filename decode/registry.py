@@ -146,7 +146,7 @@ def build_method(name: str, parts: Parts, sampling: Sampling, **options: Any) ->
 
 
 def method_variants() -> list[tuple[str, Options]]:
-    """List the methods with default options, and with each choice that needs more artifacts or makes them lossy."""
+    """List each method with default options, and with every choice that needs more artifacts or is lossy."""
     return [(name, options) for name in METHODS for options in ({}, *_choices_that_matter(name))]
 
 
@@ -159,7 +159,7 @@ def _choices_that_matter(name: str) -> list[Options]:
 
 
 def all_rows(parts: Container[str], temperature: float) -> list[tuple[str, Options]]:
-    """List the method variants that can run with these artifacts at this temperature, without datastores."""
+    """List the method variants that these artifacts and this temperature allow, except those with a datastore."""
     rows = [(name, options, method_config(name, options)) for name, options in method_variants()]
     return [
         (name, options)

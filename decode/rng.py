@@ -28,7 +28,7 @@ class Rng:
         return cls([seed + row for row in range(rows)], device)
 
     def uniform(self, *shape: int) -> Tensor:
-        """Return uniform float64 numbers in [0, 1), [B, *shape]. They are generated ahead to save kernel launches."""
+        """Return uniform float64 numbers in [0, 1), [B, *shape]. They are drawn in blocks to save kernel launches."""
         count = math.prod(shape)
         if count > _AHEAD:
             return self._draw(count).unflatten(1, shape)

@@ -95,7 +95,7 @@ class Tree:
 
     @cached_property
     def ancestors_BNN(self) -> Tensor:
-        """Return a bool mask that is True at [b, i, j] if node j is node i or an ancestor of it."""
+        """Return a bool mask that is True at [b, i, j] if node j is node i or an ancestor of node i."""
         none_BNN = torch.zeros(*self.parents_BN.shape, self.nodes, dtype=torch.bool, device=self.line_BNP.device)
         return none_BNN.scatter_(2, self.line_BNP, True)
 

@@ -106,7 +106,7 @@ class CustomGenerate:
         inputs_tensor: Tensor | None = None,
         **model_kwargs: Any,
     ) -> Any:
-        """Generate, and return prompts with new tokens [B, T + new] (a `ModelOutput` with `return_dict_in_generate`).
+        """Return prompts and generated tokens, [B, T + new], in a `ModelOutput` if `return_dict_in_generate` is set.
 
         `input_ids` contains left-padded prompts [B, T]. For an encoder-decoder, it contains the start tokens, and
         `inputs_tensor` contains the source.
@@ -190,14 +190,14 @@ class _CachedTarget(NamedTuple):
     state: list[Any]
     states: str
     scorer: LanguageModel | None
-    """Wrapped model, or None if caching it would keep the model alive. It is then wrapped again without checks."""
+    """Wrapped model, or None if caching it would keep the model alive. It is then rewrapped without checks."""
 
 
 _TARGETS: WeakKeyDictionary[PreTrainedModel, _CachedTarget] = WeakKeyDictionary()
 
 
 def _scorer(model: PreTrainedModel, what: str, states: str | None) -> LanguageModel:
-    """Wrap a model for decoding, or return the cached wrapper if the weights and `states` (None: any) are the same."""
+    """Wrap a model for decoding, or return its cached wrapper if that is still valid for the weights and `states`."""
     if model.training:
         raise ValueError(f"the {what} is in training mode, where dropout changes its output: call its eval() first")
     state = _state(model)

@@ -33,7 +33,7 @@ _GENERATE = inspect.unwrap(GenerationMixin.generate).__code__
 
 
 def recover_arguments(frame: Any) -> dict[str, Any]:
-    """Read the arguments that `generate` does not pass on from its stack frame (transformers 5.17 to 5.23)."""
+    """Read, from the stack frame of `generate`, the arguments that it does not forward (transformers 5.17 to 5.23)."""
     caller = frame.f_back if frame else None
     if caller is None or caller.f_code is not _GENERATE:
         return {}

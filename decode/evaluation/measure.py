@@ -102,7 +102,7 @@ class Run:
         return [statistics.median(run.seconds - run.prefill_seconds for run in runs) for runs in self.by_prompt]
 
     def slowdown(self) -> float | None:
-        """Return the ratio of the step time to its estimate without disturbance, or None for too few prompts.
+        """Return the time of all steps divided by its estimate without disturbance, or None for too few prompts.
 
         Other processes can only slow down a run. The estimate therefore uses the fastest repeat of each batch or, if
         there is only one repeat, the lower quartile of the time per step.
@@ -125,7 +125,7 @@ class Run:
 
 
 def are_steady(run: Run, base: Run) -> bool | None:
-    """Return whether the times of an entry and its baseline are steady, or None if that is unknown."""
+    """Return whether the times of an entry and its baseline are steady, or None if this is unknown."""
     if run.is_disturbed() or base.is_disturbed():
         return False
     return None if None in (run.slowdown(), base.slowdown()) else True
@@ -329,7 +329,7 @@ def _jobs(target: LanguageModel, parts: Parts, entries: Sequence[Entry], referen
 def job_order(count: int, number: int) -> list[int]:
     """Return the order in which `count` jobs run in round `number`.
 
-    Over `count` rounds (2 `count` if it is odd), each job follows every other job equally often (Williams 1949).
+    Over `count` rounds (twice as many if it is odd), each job follows every other job equally often (Williams 1949).
     """
     zigzag = [(index + 1) // 2 if index % 2 else -(index // 2) for index in range(count)]
     order = [(step + number) % count for step in zigzag]

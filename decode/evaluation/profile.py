@@ -53,7 +53,7 @@ class StepProfile:
         self.seconds: dict[str, list[float]] = {phase: [] for phase in PHASES}
         self.steps: list[float] = []
         self.shares: list[float] = []
-        """Share of each step's time spent in forwards of the models given to `timing_forwards`."""
+        """Share of each step's time spent in forwards of the models passed to `timing_forwards`."""
         self._ended: float | None = None
         self._marks: list[tuple[str, torch.cuda.Event]] = []
         self._forwards: list[tuple[Any, Any]] | None = None  # start and end of each forward of the current step
@@ -194,7 +194,7 @@ def raw_forward(
     """Return a callable that runs a forward of `nodes` tokens after `context` committed tokens.
 
     Tokens are random, because equal tokens would select the same experts of a mixture-of-experts model. `fill_cache`
-    runs the context first, because energy depends on the cached values. The paths of a `tree` are separate rows.
+    runs the context first, because energy depends on the cached values. The paths of `tree` run as separate rows.
     """
     generator = torch.Generator().manual_seed(seed)
     ids_BT = torch.randint(model.vocab_size, (batch, context + nodes), generator=generator)
@@ -210,7 +210,7 @@ def raw_forward(
 
 
 class StepFlops(NamedTuple):
-    """FLOPs of one step for one row. A multiply-add counts as two."""
+    """FLOPs of one step for one row. A multiply-add counts as two FLOPs."""
 
     verification: float
     """FLOPs of the target's forward."""
@@ -246,7 +246,7 @@ def measured_flops(target: LanguageModel, method: Method, nodes: float, context:
 
 
 def count_flops(call: Callable[[], Any]) -> int:
-    """Count the FLOPs of a call with PyTorch's counter, extended to fused CPU attention and packed weights."""
+    """Count the FLOPs of a call with PyTorch's counter, which is extended to fused CPU attention and packed weights."""
     unknown = {
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_products,
         torch.ops.mkldnn._linear_pointwise: _packed_products,

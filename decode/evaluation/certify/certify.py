@@ -43,7 +43,7 @@ Verdict = Literal["lossless", "too little text", "undecided", "not lossless", "n
 """Verdict on a method. lossless: no test rejects, and a bias of `MAX_HIDDEN_BIAS` would be detected. too little text:
 no test rejects, but such a bias might be missed. undecided: a p-value is still doubtful after all extra tokens."""
 INTERIM_SHARES = (0.125, 0.25, 0.5, 1.0)
-"""Fractions of the planned tokens at which tests run. They and `EXTRA_SHARES` divide the significance level."""
+"""Fractions of the planned tokens at which tests run. The level is split among all interim and extra shares."""
 EXTRA_SHARES = (2.0, 4.0, 8.0)
 """Multiples of the planned number of tokens at which tests run again while a p-value is doubtful."""
 DOUBTFUL_LEVEL = 0.01
@@ -102,7 +102,7 @@ class DecodedBatch(NamedTuple):
 
 @dataclass
 class Certificate:
-    """Result of the test whether a method with certain settings is lossless."""
+    """Result of testing whether a method is lossless with its settings."""
 
     label: str
     method: str
@@ -127,8 +127,8 @@ class Certificate:
     tests: list[dict[str, Any]] = field(default_factory=list)
     """Results of the last run of the tests, with the keys order, test, statistic, p_value and level."""
     bias: dict[str, Any] = field(default_factory=dict)
-    """Estimate, 95 % interval and direction (`towards`) of the bias: the probability mass that the method shifts, at
-    most the mean total variation distance from the target. At temperature 0: the share of wrong tokens."""
+    """Estimate, 95 % interval and direction (`towards`) of the bias: the probability mass that the method shifts, a
+    lower bound of the total variation distance from the target. At temperature 0: the share of wrong tokens."""
     power: dict[str, Any] = field(default_factory=dict)
     """Number of tokens, level, and the smallest biases that are detected with 80 and 99 % probability
     (`detectable_bias_80`, `detectable_bias_99`)."""
@@ -300,7 +300,7 @@ class _Run:
         self.cert.undecided = (self.cert.undecided or 0) + undecided
 
     def sampled(self) -> None:
-        """Decode and test until the result is clear. Four rows use the same prompt, to detect shared random numbers."""
+        """Decode and test until the result is clear. Four rows share each prompt to detect shared random numbers."""
         cert = self.cert
         cert.planned = self.plan.tokens
         for share in INTERIM_SHARES + EXTRA_SHARES:

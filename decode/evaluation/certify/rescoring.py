@@ -213,7 +213,7 @@ class Rounding:
 def measure_rounding(
     target: LanguageModel, prompts: Sequence[Sequence[int]], sampling: Sampling, reference: LanguageModel | None = None
 ) -> Rounding:
-    """Compare forwards of few tokens by the target with one forward of the whole text by `reference`.
+    """Compare forwards of the target over a few tokens with a forward of `reference` over the whole text.
 
     `near_tie` is four times the largest observed difference, at least one unit in the last place of the largest logit,
     and at most the square root of the dtype's precision times that logit.

@@ -61,7 +61,7 @@ class Evidence:
 
     @property
     def bias(self) -> float:
-        """Return the mean probability shifted to favoured tokens, at most the mean total variation distance from p."""
+        """Return the mean probability shifted to favoured tokens, a lower bound of the total variation distance."""
         excess_X = self.joined[1]
         return float(excess_X.sum()) / max(1, len(excess_X))
 
@@ -186,7 +186,7 @@ def martingale_p(total: float, variance: float) -> float:
 
 
 def detectable_bias(tokens: int, level: float, power: float, variance: float = 0.25) -> float:
-    """Return the smallest bias that the test `favoured` detects with probability `power`, or 1 if there is none.
+    """Return the smallest bias that the test `favoured` detects with probability `power`, or 1 if it detects none.
 
     A bias of b means that probability b is shifted to the favoured tokens, on average over contexts.
 

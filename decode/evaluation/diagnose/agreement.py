@@ -177,7 +177,7 @@ class Scores:
         return over_P.astype(np.float64), under_P.astype(np.float64)
 
     def mean(self, name: str) -> float | None:
-        """Return the mean of a measure over all scored tokens, or None if there are none."""
+        """Return the mean of a measure over all scored tokens, or None if no token is scored."""
         over_P, under_P = self.sums(name)
         return float(over_P.sum() / under_P.sum()) if under_P.sum() else None
 

@@ -35,14 +35,14 @@ class ServerPrediction(NamedTuple):
 
 
 def predict_server(row: Mapping[str, Any], prompt_tokens: dict[str, int], same_length: bool) -> ServerPrediction:
-    """Predict a server's results from a row. `same_length` is True if the server uses the token limit of the row."""
+    """Predict a server's results from an evaluation row. `same_length` is True if their token limits are equal."""
     texts = row["by_prompt"] if same_length else []
     measured = {text["prompt"]: (text["tokens"], text["steps"]) for text in texts if text["steps"]}
     return ServerPrediction(row["label"], draft_length(row), row["acceptance_by_depth"], prompt_tokens, measured)
 
 
 def draft_length(row: Mapping[str, Any]) -> int:
-    """Return a row's `gamma`, or the number of depths with an acceptance rate if it has no such option."""
+    """Return a row's `gamma`, or the number of depths with an acceptance rate if the row has no such option."""
     return int(row["options"].get("gamma", len(row["acceptance_by_depth"])))
 
 

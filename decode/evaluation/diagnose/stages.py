@@ -63,9 +63,9 @@ class DraftAttempt(NamedTuple):
     """Draft token that was verified during decoding."""
 
     position: int
-    """Index in the text, from 0."""
+    """Zero-based index in the generated text."""
     depth: int
-    """Index in the draft, from 0."""
+    """Zero-based index in the draft."""
     drafted: int
     accepted: bool
 

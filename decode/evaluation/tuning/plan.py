@@ -85,7 +85,7 @@ def list_candidates(shape: ModelShape, draft_vocabulary: int, supports_eagle: bo
 
 
 def best_draft(candidate: Candidate, seconds: Seconds, acceptance: Sequence[float] | None = None) -> tuple[int, float]:
-    """Return the draft length with the largest speedup, and the speedup. Acceptance is optimistic by default."""
+    """Return the draft length with the largest speedup, and the speedup. Default acceptance rates are optimistic."""
     rates = OPTIMISTIC_ACCEPTANCE[candidate.kind] if acceptance is None else acceptance
     speedups = {}
     for length, accepted in enumerate(accumulate(accumulate(rates, mul)), 1):
