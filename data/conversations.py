@@ -1,4 +1,4 @@
-"""Data classes for conversations and evaluation prompts, row counts of a corpus, and output of conversation files."""
+"""Data classes for conversations, evaluation prompts and row counts, and a writer for conversation files."""
 
 import gc
 import json
@@ -36,7 +36,7 @@ class Turn:
     role: str
     text: str
     is_learned: bool = True
-    """Whether an answer is supervised. Unsupervised answers are only context."""
+    """Whether an answer is supervised. Unsupervised answers are used as context only."""
 
 
 class ContextText(str):
@@ -52,7 +52,7 @@ class Conversation:
     id: str
     turns: tuple[Turn, ...]
     tools: str = ""
-    """Tool definitions as a JSON list. "[]": the tools of the calls are unknown; "": there are no tool calls."""
+    """Tool definitions as a JSON list: "[]" if they are unknown, and "" if there are no tool calls."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ class Prompt:
     references: tuple[str, ...] = ()
 
     def follow_up(self, number: int, answer: str) -> "Prompt":
-        """Return the prompt for the next question, after `answer`. The id of the new prompt ends with `#number`."""
+        """Return the prompt for the next question, which contains `answer`. Its id ends with `#number`."""
         first, *later = self.follow_ups
         turns = (*self.turns, Turn("assistant", answer), Turn("user", first.question))
         name = f"{self.id.rpartition('#')[0] if number > 2 else self.id}#{number}"
@@ -120,7 +120,7 @@ class CorpusReport:
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the counts as a dictionary of JSON values."""
+        """Return the counts as a JSON-serialisable dictionary."""
         values = ((name, getattr(self, name)) for name in self.__slots__)
         return {name: dict(sorted(value.items())) if isinstance(value, Counter) else value for name, value in values}
 

@@ -27,7 +27,7 @@ class SkippedPrompts:
         return bool(self.too_long or self.skipped)
 
     def summary(self) -> str:
-        """Return the number of skipped prompts for each reason as text."""
+        """Format the number of skipped prompts for each reason."""
         counts = Counter({"too long": len(self.too_long)}) + self.skipped
         return ", ".join(f"{count} prompts ({reason})" for reason, count in counts.items())
 
@@ -114,7 +114,7 @@ def load_questions(
 
 
 def _alternate_groups(source: str, prompts: Iterator[tuple[Prompt, list[int]]]) -> Iterator[tuple[Prompt, list[int]]]:
-    """Yield prompts, alternating between the categories if the evaluation set has fixed categories."""
+    """Yield prompts, alternating between categories if the evaluation set has fixed ones."""
     corpus = find_corpus(source)
     if corpus is None or not corpus.groups:
         yield from prompts

@@ -48,7 +48,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Failed request. If `lasting` (such as for a too long prompt), a retry or a later turn would fail as well."""
+    """Failed request. If `lasting` is True, as for a prompt that is too long, a retry would also fail."""
 
     error: str
     lasting: bool = False
@@ -60,7 +60,7 @@ Answerer = Callable[[Question], Awaitable[Answer | Failure | None]]
 
 @dataclass(slots=True)
 class RegenerationReport:
-    """Counts of a run. `cut` counts the conversations that were truncated, for each reason."""
+    """Counts of a regeneration run. `cut` counts truncated conversations for each reason."""
 
     written: int = 0
     failed: int = 0
@@ -110,7 +110,7 @@ class Store(AbstractContextManager["Store"]):
         return len(self._done)
 
     def add(self, name: str, key: str, turns: Sequence[Turn], finishes: Sequence[str], cut: str = "") -> None:
-        """Append a conversation, with the finish reason of each answer and the reason for missing turns (`cut`)."""
+        """Append a conversation, the finish reason of each answer, and the reason for missing turns (`cut`)."""
         assert key not in self, f"{key} is already written"
         messages = [{"role": turn.role, "content": turn.text} for turn in turns]
         row = {"id": name, "key": key, "messages": messages, "finish": list(finishes)} | ({"cut": cut} if cut else {})
@@ -203,7 +203,7 @@ async def regenerate(
 
 
 def _sort_by_length(items: Iterator[tuple[str, Conversation]]) -> Iterator[tuple[str, Conversation]]:
-    """Sort groups of 4096 conversations by descending number of questions, so that no long ones run at the end."""
+    """Sort groups of 4096 conversations by descending number of questions, so that long conversations start first."""
     while some := list(islice(items, _SORTED)):
         yield from sorted(some, key=lambda item: -sum(turn.role == "user" for turn in item[1].turns))
 
@@ -261,7 +261,7 @@ class _Work:
         self.progress(self.report.written + self.report.failed)
 
     def _find_fault(self, reply: Answer | Failure) -> tuple[str, str]:
-        """Return the kind and the description of the fault of an answer, or empty strings if it is usable."""
+        """Return the kind and description of a problem with an answer, or empty strings if there is none."""
         if isinstance(reply, Failure):
             return "request failed", reply.error
         self.report.answers += 1

@@ -41,7 +41,7 @@ def save_artifact(
     `write` is called with an empty folder and writes the artifact's files. `card` is the text of README.md (default:
     generated from the manifest). The other arguments are fields of `Manifest`, from which secrets are removed.
 
-    Raises ValueError if a value cannot be stored as JSON, a file name is not portable, or `out` has unrelated files.
+    Raises ValueError if a value cannot be stored as JSON, a file name is not portable, or `out` contains other files.
     """
     assert kind in KINDS, kind
     check_replaceable(out)
@@ -72,7 +72,7 @@ def save_artifact(
 
 
 def load_manifest(directory: Path, kind: str | None = None) -> Manifest:
-    """Load the manifest of an artifact. Raises ValueError if it is missing, invalid or not of this `kind`."""
+    """Load the manifest of an artifact. Raises ValueError if it is missing, invalid or of a different kind."""
     manifest = _read_manifest(directory)
     if kind is not None and manifest.kind != kind:
         raise ValueError(f"{directory} holds an artifact of kind {manifest.kind!r}, expected {kind!r}")
@@ -96,7 +96,7 @@ def _read_manifest(directory: Path) -> Manifest:
 
 
 def verify_artifact(directory: Path, kind: str | None = None) -> Manifest:
-    """Check the files of an artifact against its manifest, and return the manifest. Raises ValueError if any differ."""
+    """Check the files of an artifact against its manifest, and return it. Raises ValueError on a mismatch."""
     manifest = load_manifest(directory, kind)
     if faults := file_faults(directory, manifest):
         more = [f"and {len(faults) - _FAULTS_SHOWN} more faults"] if len(faults) > _FAULTS_SHOWN else []
@@ -110,7 +110,7 @@ def open_artifact(directory: Path, load: Callable[[Path], Loaded], kind: str | N
 
 
 def file_faults(directory: Path, manifest: Manifest) -> list[str]:
-    """Return an error message for each mismatch between files and manifest, except for changes of the model card."""
+    """Return an error message for each mismatch between files and manifest, ignoring changes to the model card."""
     listed = set(manifest.files) - {CARD_FILE}
     hidden = {name for name in files_of(directory) if name.startswith(".")} - listed
     present = set(files_of(directory)) - hidden - {MANIFEST_FILE, CARD_FILE}

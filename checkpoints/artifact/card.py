@@ -1,4 +1,4 @@
-"""Model card (README.md) of an artifact, rendered from its manifest and `Evidence` with `card.md.j2`.
+"""Model card (README.md) of an artifact, rendered with `card.md.j2` from the manifest and `Evidence`.
 
 The template escapes Markdown in all values and removes local paths from them.
 """
@@ -37,7 +37,7 @@ class Evidence:
     licences: Mapping[str, str] = field(default_factory=dict)
     """Mapping from data source to licence."""
     results: Mapping[str, Any] | None = None
-    """Results of `draftsmith evaluate`, with the `methods` and `certificates` that concern this artifact."""
+    """Results of `draftsmith evaluate`, with the `methods` and `certificates` for this artifact."""
 
 
 def model_card(manifest: Manifest, name: str, evidence: Evidence | None = None) -> str:
@@ -75,7 +75,7 @@ def model_card(manifest: Manifest, name: str, evidence: Evidence | None = None) 
 
 
 def base_model(manifest: Manifest) -> str | None:
-    """Return the hub id of the model that an artifact was derived from or trained for; None for local models."""
+    """Return the hub id of the model that an artifact was derived from or trained for; None if it is a local model."""
     source = (manifest.recipe.get("model") or {}).get("source") if manifest.kind == "drafter" else None
     for source_name in (source, (manifest.target or {}).get("id")):
         name = source_name.partition("@")[0] if isinstance(source_name, str) and not Path(source_name).exists() else ""
@@ -85,7 +85,7 @@ def base_model(manifest: Manifest) -> str | None:
 
 
 def data_sources(manifest: Manifest) -> list[dict[str, Any]]:
-    """List an artifact's data sources, with the keys `source`, `hub` (None for files), `files`, `rows` and `kept`."""
+    """Return the data sources of an artifact, with the keys `source`, `hub`, `files`, `rows` and `kept`."""
     identity, corpora = manifest.data.get("source") or {}, []
     options, counts = identity.get("options") or {}, (manifest.data.get("corpus") or {}).get("sources") or []
     hashes = identity.get("sources") or []

@@ -17,7 +17,7 @@ TEMPLATE_FILE = "chat_template.jinja"
 
 
 def patch_model(folder: Path) -> None:
-    """Duplicate RoPE settings of `config.json` under the keys of transformers 4. Raises ValueError if it is invalid."""
+    """Add RoPE settings for transformers 4 to `config.json`. Raises ValueError if the file is invalid."""
     path = folder / MODEL_FILE
     if not path.is_file():
         return
@@ -46,7 +46,7 @@ def save_tokenizer(tokenizer: Any, folder: Path) -> None:
 
 
 def patch_tokenizer(folder: Path) -> None:
-    """Convert a saved tokenizer for transformers versions before 5. Raises ValueError if a file cannot be read."""
+    """Make a saved tokenizer loadable in transformers versions before 5. Raises ValueError if a file cannot be read."""
     path, template = folder / CONFIG_FILE, folder / TEMPLATE_FILE
     if not (folder / "tokenizer.json").is_file() or not path.is_file():
         return

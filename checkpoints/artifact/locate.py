@@ -20,17 +20,17 @@ SETTINGS_FILES = ("*.json", "*.model", "*.txt", "*.jinja")
 _MODEL_FILES = ("model*.safetensors", ADAPTER_FILE, DRAFT_VOCABULARY, *SETTINGS_FILES)
 _METHOD_FILES = (*_MODEL_FILES, *(f"{part}/*.safetensors" for part in ("drafter-*", "heads", "table")))
 _PLAIN_FILES = {"heads": (HEADS_FILE, CONFIG_FILE), "table": (TABLE_FILE,), "None": _METHOD_FILES}
-"""Glob patterns to download from repositories without `artifact.json`, by kind ("None": a model or saved method)."""
+"""Glob patterns of files to download if there is no `artifact.json`, by kind ("None": a model or a saved method)."""
 
 
 def resolve(location: str | Path, kind: str | None = None, revision: str | None = None) -> Path:
     """Return the local folder of an artifact, model, heads or table, which is downloaded if necessary.
 
     A local folder is returned unchanged. An artifact on the hub (`user/name[@revision]`) is downloaded and verified.
-    If a repository has no `artifact.json`, only the files of `kind` are downloaded.
+    If a repository has no `artifact.json`, only the files that `kind` requires are downloaded.
 
     Raises ValueError if the folder, repository or revision does not exist or is inaccessible, if `revision` is given
-    for a local folder, or if the artifact is damaged or of another kind.
+    for a local folder, or if the artifact is damaged or of a different kind.
     """
     folder = find_local(location)
     if folder is not None:
@@ -51,7 +51,7 @@ def model_source(location: str, *, weights: bool = True) -> str:
     GGUF files are converted. Artifacts on the hub and repositories with a revision (`user/name@revision`) are
     downloaded, the latter without weights if `weights` is False. Any other hub id is returned unchanged.
 
-    Raises ValueError as `resolve` does, and for a path that does not exist.
+    Raises ValueError for the same reasons as `resolve`, or if a path does not exist.
     """
     if split_revision(location)[1] is not None:
         return str(resolve(location) if weights else find_folder(location, SETTINGS_FILES))
@@ -73,7 +73,7 @@ def fetch_model(location: str) -> Path:
 
 
 def find_folder(source: str, files: Sequence[str]) -> Path:
-    """Return a local folder, or download `files` of a hub id and return their folder. Raises ValueError if missing."""
+    """Return the local folder of a model; for a hub id, download `files`. Raises ValueError if it does not exist."""
     folder = find_local(source)
     if folder is None:
         repo, revision = parse_hub_id(source)
@@ -112,7 +112,7 @@ def fetch_artifact(repo: str, folder: Path, kind: str | None = None) -> Path:
 
 @contextmanager
 def hub_errors(prefix: str, repo: str) -> Iterator[None]:
-    """Convert errors of huggingface_hub to ValueErrors that start with `prefix`. Local file errors are re-raised."""
+    """Convert huggingface_hub errors to ValueErrors that start with `prefix`. Local file errors are not converted."""
     from huggingface_hub import get_token
     from huggingface_hub.errors import HfHubHTTPError, HTTPError
 

@@ -34,7 +34,7 @@ class Manifest:
     tokenizer_fingerprint: str | None
     """Fingerprint of the tokenizer (see `model_ref.tokenizer_fingerprint`); None if unknown."""
     target: dict[str, Any] | None
-    """Target model: `id`, `sha256` and, if known, `revision`. None without a target."""
+    """Target model: `id`, `sha256` and, if known, `revision`. None if there is no target."""
     shapes: dict[str, Any]
     """Sizes and types that describe the model, such as `num_heads` or `model_type`."""
     recipe: dict[str, Any]
@@ -46,7 +46,7 @@ class Manifest:
     evaluation: dict[str, Any] | None
     """Evaluation results."""
     versions: dict[str, str | None]
-    """Versions of Python and of the main libraries at creation; None for a library that is not installed."""
+    """Versions of Python and of the main libraries at creation; None if a library is not installed."""
     files: dict[str, dict[str, Any]]
     """Mapping from relative path to SHA-256 (hex) and size in bytes, for every file except `artifact.json`."""
     created: str | None = None
@@ -61,7 +61,7 @@ class Manifest:
 
     @property
     def role(self) -> str:
-        """Kind to display: `target` for a language model that was not made for a target, otherwise `kind`."""
+        """Kind to display: `target` for a language model that is not a draft model, otherwise `kind`."""
         return "target" if self.kind == "drafter" and self.target is None else self.kind
 
     def to_json(self) -> str:
@@ -101,7 +101,7 @@ def _check_types(values: dict[str, Any]) -> None:
 
 
 def to_json_safe(value: Any) -> Any:
-    """Convert a value to JSON-serialisable types and redact secrets. Raises ValueError for unsupported types.
+    """Convert a value to JSON-serialisable types, and redact secrets. Raises ValueError for unsupported types.
 
     Paths become strings, tuples and sets become lists, array scalars become numbers, non-finite numbers become null.
     """
@@ -127,7 +127,7 @@ def _plain(value: Any) -> Any:
 
 
 def library_versions() -> dict[str, str | None]:
-    """Return the versions of Python and of the main libraries; None for a library that is not installed."""
+    """Return the versions of Python and of the main libraries; None if a library is not installed."""
     versions: dict[str, str | None] = {"python": platform.python_version()}
     for name in _LIBRARIES:
         try:

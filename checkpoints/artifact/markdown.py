@@ -39,7 +39,7 @@ def public(value: str) -> str:
 
 
 def line(value: Any) -> str:
-    """Join the lines of a value, and remove secrets and unprintable characters."""
+    """Format a value as a single line, without secrets and unprintable characters."""
     return "".join(one for one in " ".join(redacted(str(value)).split()) if one.isprintable())
 
 
@@ -51,7 +51,7 @@ def span(value: str) -> str:
 
 
 def python(value: str) -> str:
-    """Format a string as a Python literal, with secrets redacted."""
+    """Format a string as a Python string literal, with secrets redacted."""
     return json.dumps(redacted(value), ensure_ascii=False)
 
 

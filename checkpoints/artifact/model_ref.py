@@ -31,8 +31,8 @@ class ModelRef:
     sha256: str | None
     """Hash of `files`; None if the model has no local files."""
     files: dict[str, str]
-    """Mapping from file name to SHA-256, for the configuration, weights and tokenizer. An adapter also has the files of
-    its base model. An artifact has all its files except README.md and recipe.yaml."""
+    """Mapping from file name to SHA-256, for the configuration, weights and tokenizer. For an adapter, the base
+    model's files are included. For an artifact, all files except README.md and recipe.yaml are included."""
 
     def record(self) -> dict[str, Any]:
         """Return all fields except `path` as a dictionary, as stored in results and certificates."""
@@ -46,7 +46,7 @@ def resolve_model(source: str, path: str | None = None) -> ModelRef:
         source: Folder, GGUF file, or `user/name[@revision]` on the hub, which is downloaded.
         path: Folder of the files, if known.
 
-    Raises ValueError if the model does not exist, or a file differs from the artifact's manifest.
+    Raises ValueError if the model does not exist, or if a file differs from the manifest of its artifact.
     """
     path = path or model_source(source)
     revision = Path(path).name if split_revision(source)[1] is not None else None
@@ -84,7 +84,7 @@ def target_record(source: str, sha256: str | None = None) -> dict[str, str | Non
 
 
 def is_unchanged(record: dict[str, Any]) -> bool:
-    """Check that the files of a `ModelRef.record` are unchanged. Returns True if they are not stored locally."""
+    """Check if the files of a `ModelRef.record` are unchanged. Return True if they are not stored locally."""
     folder = find_local(str(record["source"]))
     if folder is None or record["sha256"] is None:
         return True
@@ -117,7 +117,7 @@ def _weights(folder: Path) -> list[Path]:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """Return the safetensors files that transformers loads. Raises ValueError if there are none or one is missing."""
+    """Return the safetensors files that transformers loads. Raises ValueError if any file is missing."""
     whole, index = (directory / name for name in WHOLE_FILES)
     if whole.is_file():
         return [whole]

@@ -28,7 +28,7 @@ _INHERITED = (
     *("kind", "vocab_size", "tokenizer_fingerprint", "target", "shapes"),
     *("recipe", "data", "training", "evaluation", "command"),
 )
-"""Manifest fields that an export copies from its artifact."""
+"""Manifest fields that are copied from the artifact to its export."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def option_name(name: str) -> str:
 
 
 def target_name(source: Source, options: ExportOptions) -> str | None:
-    """Return the folder or hub id of the target from the options or the manifest; None if neither names it."""
+    """Return the folder or hub id of the target from the options or the manifest; None if it is unknown."""
     if options.target:
         return options.target
     known = source.manifest.target or {}
@@ -97,7 +97,7 @@ def target_name(source: Source, options: ExportOptions) -> str | None:
 
 
 def needed_target(source: Source, options: ExportOptions, reason: str) -> str:
-    """Return the target's name. Raises ValueError, with `reason` in the message, if it is unknown."""
+    """Return the folder or hub id of the target. Raises ValueError, with `reason` in the message, if it is unknown."""
     name = target_name(source, options)
     if name is None:
         raise ValueError(f"{source.folder} does not name its target, but {reason}: pass --target")
@@ -142,7 +142,7 @@ def export_artifact(
 
 
 def check_same_tensors(tensors: dict[str, Tensor], expected: dict[str, Tensor], folder: Path) -> None:
-    """Raise ValueError if two sets of tensors differ in names, dtypes or values. Error messages name `folder`."""
+    """Raise ValueError if two sets of tensors differ in names, dtypes or values. Messages include `folder`."""
     if names := sorted(set(tensors) ^ set(expected)):
         raise ValueError(f"the tensors in {folder} are not those of the artifact: {', '.join(names[:3])}")
     for name, tensor in expected.items():
@@ -186,9 +186,9 @@ def _check_out(out: Path, source: Source, chosen: Format) -> None:
 def _serving_text(
     source: Source, folder: Path, chosen: Format, options: ExportOptions, name: str, findings: list[str]
 ) -> str:
-    """Render SERVING.md for an export in `folder`. `name` is its final folder name."""
+    """Render SERVING.md for an export in `folder`. `name` is the final name of the folder."""
     named = target_name(source, options)
-    target, revision = (None, None) if named is None else split_revision(named)  # engines take names without a revision
+    target, revision = (None, None) if named is None else split_revision(named)  # engines do not accept a revision
     values = {"form": chosen, "folder": name, "findings": findings, "target": target, "revision": revision}
     values |= {"tokens": options.speculative_tokens or SPECULATIVE_TOKENS}
     values |= {"proposed": source.manifest.shapes.get("proposed_tokens"), "vocab": source.manifest.vocab_size}

@@ -46,7 +46,7 @@ def load_drafter(folder: Path, *, merged: bool = True) -> Any:
 
 
 def load_merged(source: Source) -> Any:
-    """Load an artifact's model as it is exported: its adapter is merged, and its output layer covers all tokens."""
+    """Load an artifact's model for export, with a merged adapter and an output layer that covers all tokens."""
     model = load_drafter(source.folder)
     if (ids_R := draft_tokens_of(source)) is not None:
         _pad(model, ids_R)
@@ -54,7 +54,7 @@ def load_merged(source: Source) -> Any:
 
 
 def draft_tokens_of(source: Source) -> Tensor | None:
-    """Return the token ids of an artifact's draft vocabulary, int64 [R]; None if it drafts all tokens."""
+    """Return the token ids of an artifact's draft vocabulary, int64 [R]; None if there is none."""
     return read_vocabulary(source.folder, source.manifest.vocab_size)
 
 
@@ -70,12 +70,12 @@ def _pad(model: Any, ids_R: Tensor) -> None:
 
 
 def drafter_config(source: Source) -> Any:
-    """Return the configuration of an artifact's model; for an adapter, that of its base model."""
+    """Return the configuration of an artifact's model, or of the base model if the artifact is an adapter."""
     return load_config(base_of(source.folder) if is_adapter(source.folder) else source.folder)
 
 
 def stored_dtypes(folder: Path) -> set[str]:
-    """Return the safetensors dtype names, such as F32, of a model's tensors."""
+    """Return the dtypes of a model's stored tensors, by their safetensors names such as F32."""
     types = set[str]()
     for path in set(folder.glob("*.safetensors")) - {folder / DRAFT_VOCABULARY}:
         types |= {dtype for dtype, _ in check_safetensors(path).values()}
@@ -83,7 +83,7 @@ def stored_dtypes(folder: Path) -> set[str]:
 
 
 def write_whole(source: Source, folder: Path) -> None:
-    """Write the model's files, with its adapter merged. Raises ValueError for custom code or unsupported weights."""
+    """Write the model with its adapter merged. Raises ValueError for custom code or unsupported weight files."""
     for name in source.manifest.files:
         if Path(name).suffix == ".py":
             raise ValueError(f"{source.folder / name} is custom code of the model, which cannot be exported")
@@ -128,9 +128,9 @@ def compare_whole(source: Source, folder: Path) -> list[str]:
 
 
 def _compare_logits(source: Source, written: Any, folder: Path) -> Iterator[str]:
-    """Yield a line for each check of logits that passed. Raises ValueError if logits differ by more than rounding.
+    """Yield a line for each check of logits that passed. Raises ValueError if any check fails.
 
-    With a draft vocabulary, the argmax of the exported model must always be in the draft vocabulary.
+    Logits may differ by rounding errors only. The argmax of the exported model must be in the draft vocabulary.
     """
     original = load_drafter(source.folder, merged=False)
     original_BTV, written_BTV = random_logits(original), random_logits(written)

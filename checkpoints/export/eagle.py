@@ -27,7 +27,7 @@ def eagle_of(source: Source) -> EagleHeads:
 
 
 def steps_of(source: Source, options: ExportOptions) -> int:
-    """Return the number of draft tokens from the options, by default the number of drafting steps in training."""
+    """Return the number of draft tokens per step (default: the number of drafting steps in training)."""
     return options.speculative_tokens or int(source.manifest.shapes.get("num_heads", SPECULATIVE_TOKENS))
 
 

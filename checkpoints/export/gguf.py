@@ -41,7 +41,7 @@ _RENAMED: dict[str, Callable[[Any], dict[str, Any]]] = {
     "gpt2": lambda config: {"n_ctx": config.n_positions},
     "gpt_neox": lambda config: {"rotary_pct": config.rope_parameters["partial_rotary_factor"]},
 }
-"""Configuration keys that the converter expects, but transformers 5 stores under other names, by model type."""
+"""Functions by model type that return configuration keys that the converter expects but transformers 5 renamed."""
 _DECODERS = ("llama", "mistral", "qwen2", "qwen3")
 """Model types whose tensors transformers loads from GGUF without modification."""
 _EMBEDDING = "token_embd.weight"
@@ -89,7 +89,7 @@ def _convert(
 
 
 def _prepare_model(source: Source, folder: Path) -> Path:
-    """Prepare the merged model in a folder with the artifact's name, since the converter stores the folder's name."""
+    """Write the merged model to a subfolder with the artifact's name, because the converter stores this name."""
     model = folder / source.folder.resolve().name
     model.mkdir(parents=True)
     if is_adapter(source.folder) or draft_tokens_of(source) is not None:
@@ -137,7 +137,7 @@ def _known_target(source: Source, options: ExportOptions) -> str | None:
 def _compare(source: Source, folder: Path, options: ExportOptions) -> list[str]:
     path = folder / GGUF_FILE
     written = read_gguf(path)
-    from gguf.quants import dequantize  # from an extra, which `read_gguf` requires
+    from gguf.quants import dequantize  # optional dependency, whose presence `read_gguf` checks
 
     model = load_merged(source)
     config = model.config
@@ -151,7 +151,7 @@ def _compare(source: Source, folder: Path, options: ExportOptions) -> list[str]:
     lines = [f"GGUF of version {version}: {tokens:,} tokens, {len(tensors)} tensors"]
     if config.model_type in _DECODERS:
         try:
-            # GGUF stores a Mistral as a Llama, with its own configuration
+            # GGUF stores Mistral models as Llama, so the configuration in the file is used
             about = {} if config.model_type == "mistral" else {"config": config}
             read = load_whole(type(model), folder, gguf_file=GGUF_FILE, dtype=torch.float32, **about)
         except UNLOADABLE as error:

@@ -3,7 +3,7 @@
     python -P -m draftsmith.checkpoints.export.gguf_convert CONVERTER NAME SETTINGS ARGUMENTS…
 
 NAME is the pre-tokenizer (`tokenizer.ggml.pre`) for tokenizers that the converter does not recognise by its hashes of
-published models, or empty. SETTINGS is a JSON object of configuration values that the converter expects and
+published models, or an empty string. SETTINGS is a JSON object of configuration values that the converter expects and
 transformers 5 stores under another name.
 """
 

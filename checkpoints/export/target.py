@@ -46,9 +46,9 @@ def load_tokenizer(source: str) -> Any:
 
 
 def compare_tokenizers(artifact: Path, folder: Path) -> list[str]:
-    """Compare the tokenizers in two folders, and return a line that describes the check, or [] if there are none.
+    """Compare the tokenizers in two folders, and return a line that describes the check.
 
-    Raises ValueError if they differ.
+    The result is empty if `artifact` contains no tokenizer. Raises ValueError if the tokenizers differ.
     """
     if not has_tokenizer(artifact):
         return []
@@ -68,7 +68,7 @@ def compare_tokenizers(artifact: Path, folder: Path) -> list[str]:
 
 
 def copy_tokenizer(target: str, folder: Path) -> None:
-    """Copy a target's tokenizer to a folder, if it is available locally or on the hub."""
+    """Copy the target's tokenizer to a folder if it is available locally or on the hub."""
     source = _find_tokenizer(target)
     if source is None:
         return

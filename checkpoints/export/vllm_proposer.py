@@ -27,7 +27,7 @@ class BigramProposer:
         vocab_size = vllm_config.model_config.get_vocab_size()
         if len(mapped_V) > vocab_size:
             raise ValueError(f"{path} was counted for {len(mapped_V)} tokens, but the served model has {vocab_size}")
-        self._next_V = np.asarray(mapped_V)  # still mapped; indexing np.memmap itself is slow
+        self._next_V = np.asarray(mapped_V)  # stays memory-mapped; indexing np.memmap itself is slow
         self._gamma = int(vllm_config.speculative_config.num_speculative_tokens)
         self._longest = int(vllm_config.model_config.max_model_len)
 

@@ -63,7 +63,7 @@ class _Mlp(nn.Module):
 
 
 class _Norm(nn.RMSNorm):
-    """RMSNorm computed in the dtype of its input, which autocast may have narrowed."""
+    """RMSNorm computed in the dtype of its input, which has lower precision under autocast."""
 
     def forward(self, x: Tensor) -> Tensor:
         assert self.weight is not None
@@ -91,7 +91,7 @@ class EagleHeads(nn.Module):
 
     projection_kind = "target"
     output = bias_V = None
-    """Transformation and bias of the logits. EAGLE-3 heads have none, as in serving engines."""
+    """Transformation and bias of the logits: none, as in serving engines."""
     own_head: Tensor | None = None
     """Output projection [R, D] stored with the heads, which may differ from the target's; None if there is none."""
 
@@ -171,7 +171,7 @@ class EagleHeads(nn.Module):
 
     @torch.no_grad()
     def begin_as(self, target: Any) -> Self:
-        """Initialise the weights from the target's layer `max(layers)` and final norm, if it is of Llama type."""
+        """Initialise the weights from the target's layer `max(layers)` and final norm if it is a Llama-type target."""
         decoder, hidden = target.get_decoder(), self.hidden_size
         target_layer, layer = decoder.layers[max(self.layers)], self.midlayer
         if not hasattr(target_layer.self_attn, "q_proj") or not hasattr(target_layer.mlp, "gate_proj"):
@@ -190,11 +190,11 @@ class EagleHeads(nn.Module):
         return self
 
     def features(self, given_BTG: Tensor, tokens_BT: Tensor, positions_BT: Tensor, mask_B1TT: Tensor) -> Tensor:
-        """Compute inputs of `projection`, [B, T, K, D], for K drafting steps from each position (training-time test).
+        """Compute the inputs of `projection`, [B, T, K, D], for K drafting steps from each position.
 
-        At position t, step k takes the embedding of token t + 1 + k and the output of step k − 1, and predicts token
-        t + 2 + k. It attends to the keys of the first step that `mask_B1TT` (bool) allows, and to the keys of later
-        steps at position t.
+        This is training-time test (TTT). At position t, step k takes the embedding of token t + 1 + k and the
+        output of step k − 1, and predicts token t + 2 + k. It attends to the keys of the first step that `mask_B1TT`
+        (bool) allows, and to the keys of later steps at position t.
         """
         layer, features = self.midlayer, []
         states_BTD, after_BT = self.fc(given_BTG), tokens_BT
@@ -216,7 +216,7 @@ class EagleHeads(nn.Module):
             else:
                 keys.append(key_BJTE)
                 values.append(value_BJTE)
-                attended_BHTE = _attend_beside(query_BHTE, *first, mask_B1TT, keys, values)
+                attended_BHTE = _attend_to_steps(query_BHTE, *first, mask_B1TT, keys, values)
             states_BTD = states_BTD + layer.self_attn.o_proj(attended_BHTE.transpose(1, 2).flatten(2))
             states_BTD = states_BTD + layer.mlp(layer.post_attention_layernorm(states_BTD))
             features.append(self.norm(states_BTD))
@@ -224,8 +224,8 @@ class EagleHeads(nn.Module):
 
     def _project(self, read_BTC: Tensor, positions_BT: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         attention = self.midlayer.self_attn
-        sides = (attention.q_proj(read_BTC), attention.k_proj(read_BTC), attention.v_proj(read_BTC))
-        query, key, value = (states.unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2) for states in sides)
+        projected = (attention.q_proj(read_BTC), attention.k_proj(read_BTC), attention.v_proj(read_BTC))
+        query, key, value = (states.unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2) for states in projected)
         cos_BTE, sin_BTE = self.rotary_emb(read_BTC, positions_BT)
         query, key = apply_rotary_pos_emb(query, key, cos_BTE, sin_BTE)
         return query, key, value
@@ -236,7 +236,7 @@ def default_layers(count: int) -> list[int]:
     return sorted({min(2, count - 1), count // 2, max(count - 3, 0)})
 
 
-def _attend_beside(
+def _attend_to_steps(
     query_BHTE: Tensor,
     key_BJTE: Tensor,
     value_BJTE: Tensor,
@@ -303,7 +303,7 @@ def eagle_layers(directory: Path) -> list[int]:
 
 
 def load_eagle(directory: Path, dtype: torch.dtype | None = None) -> EagleHeads:
-    """Load heads that `save_eagle` wrote, in evaluation mode. The target's weights are not attached.
+    """Load heads written by `save_eagle`, in evaluation mode. The target's weights are not attached.
 
     Raises ValueError if a tensor is missing, has the wrong shape, or has non-finite values.
     """
@@ -320,7 +320,7 @@ def draft_tokens_in(stored: Mapping[str, Tensor]) -> Tensor | None:
 
 
 def fill_heads(heads: EagleHeads, stored: Mapping[str, Tensor], directory: Path) -> EagleHeads:
-    """Load stored tensors into heads, and convert the heads to their dtype. Raises ValueError as `load_eagle` does."""
+    """Load stored tensors and their dtype into heads. Raises ValueError for the same reasons as `load_eagle`."""
     weights = {name: tensor for name, tensor in stored.items() if name not in (TOKENS, "t2d", HEAD)}
     heads = heads.to(next(iter(weights.values())).dtype)
     try:

@@ -47,8 +47,8 @@ def save_heads(
 def engine_config(heads: PredictionHeads, base_model_name_or_path: str) -> dict[str, Any]:
     """Return the contents of the `config.json` that serving engines expect for heads.
 
-    There is no `architectures` key. Without `medusa_fc_bias`, engines ignore biases. The number of heads is stored
-    under both names in use. `version` is that of FasterDecoding: "1" for own projections, "2" for the target's.
+    Engines ignore biases unless `medusa_fc_bias` is set. The number of heads is stored under both keys in use.
+    `version` follows FasterDecoding: "1" if each head has its own projection, "2" if heads share the target's.
     """
     return {
         "model_type": "medusa",
@@ -71,7 +71,7 @@ def load_heads(
     lm_head: Tensor | None = None,
     unpickle: bool = False,
 ) -> PredictionHeads:
-    """Load heads in evaluation mode from any supported layout. Raises ValueError as `read_heads` does.
+    """Load heads in evaluation mode from any supported layout. Raises ValueError if files are invalid.
 
     Sizes are taken from the tensors, with a warning if the config contradicts them. `lm_head` [V, D] is the target's
     output projection for heads that share it. It can also be attached later.

@@ -57,11 +57,11 @@ class StoredHeads:
 
     @property
     def whole_model(self) -> bool:
-        """True if the folder also contains the model, as for heads that were trained jointly with it."""
+        """True if the files also contain the target, as for heads that were trained jointly with it."""
         return any((self.path.parent / name).is_file() for name in WHOLE_FILES)
 
     def build(self, vocab_size: int | None = None) -> PredictionHeads:
-        """Create the module, with copies of the tensors in the widest of their dtypes.
+        """Create prediction heads with copies of the tensors, converted to the widest of their dtypes.
 
         `vocab_size` is the target's vocabulary size, for heads that share its projection (default: from the config).
         """
@@ -142,7 +142,7 @@ def read_heads(directory: Path, *, unpickle: bool = False, states: str | None = 
 
 
 def _find(directory: Path) -> Path | None:
-    """Return the file of the heads, or the index of its shards; None if there is none."""
+    """Return the file that contains heads, or the index of its shards; None if there is none."""
     if directory.is_file():
         raise ValueError(f"{directory} is a file: pass the folder of the heads")
     return next((directory / name for name in _ORDER if (directory / name).is_file()), None)
@@ -179,7 +179,7 @@ def _read_inside(path: Path) -> dict[str, Tensor]:
 
 
 def shards_of_heads(index: Path) -> dict[str, list[str]]:
-    """Return the names of the heads' tensors in each shard. Raises ValueError if the index is invalid."""
+    """Map each shard to the names of its tensors that belong to heads. Raises ValueError if the index is invalid."""
     shards: dict[str, list[str]] = {}
     for name, shard in sorted(shards_of(index, _is_of_heads).items()):
         shards.setdefault(shard, []).append(name)

@@ -62,7 +62,7 @@ class _Stacks:
 
 
 class PredictionHeads(nn.Module):
-    """Medusa heads of L residual blocks and a projection each; head k at position t predicts token t + 2 + k.
+    """Medusa heads, each with L residual blocks and a projection; head k at position t predicts token t + 2 + k.
 
     Source: SLiM, section 3.3. Tensor names are those of Medusa-1: `{k}.{l}.linear.weight`, `{k}.{l}.linear.bias` and
     `{k}.{L}.weight`.
@@ -74,11 +74,11 @@ class PredictionHeads(nn.Module):
         vocab_size: Vocabulary size V; None if it is unknown before `attach`, with projection "target".
         projection: "own", a matrix [V, D] per head; "low-rank", `{k}.{L}.up.weight` [V, R] and `{k}.{L}.down.weight`
             [R, D]; "target", the target's projection (FasterDecoding's version 2), set by `attach`.
-        rank: Rank R of low-rank heads, else 0.
+        rank: Rank R of low-rank heads, otherwise 0.
         states: Hidden states of the target that are the input of the heads: "after-norm" or "before-norm".
         scale: Factor that the hidden states are multiplied by, since pre-norm hidden states can be large.
-        proposed: Token ids of the draft vocabulary, int64 [P], ascending, stored as `d2t`; needs projection "target".
-            None for all tokens.
+        proposed: Token ids of the draft vocabulary, int64 [P], ascending, stored as `d2t`; None for all tokens.
+            Requires projection "target".
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class PredictionHeads(nn.Module):
         self.num_heads, self.num_layers, self.hidden_size = num_heads, num_layers, hidden_size
         self.projection_kind, self.rank, self.states, self.scale = projection, rank, states, float(scale)
         self._vocab_size = vocab_size
-        self._attached: tuple[Tensor, Tensor | None] | None = None  # in a tuple, not to be registered as parameters
+        self._attached: tuple[Tensor, Tensor | None] | None = None  # a tuple is not registered as parameters
         self.shape = LogitShape()
         self._rows: tuple[tuple[int, torch.device], Tensor] | None = None
         self._product: tuple[Any, Callable[[Tensor], Tensor]] | None = None
@@ -227,7 +227,7 @@ class PredictionHeads(nn.Module):
         return self._head(k)[self.num_layers]
 
     def projection(self, k: int) -> Tensor:
-        """Return head k's projection: [V, D], [V, R] if low-rank, or [P, D], the target's rows of the draft tokens."""
+        """Return head k's projection [V, D], or [V, R] if low-rank, or its rows [P, D] for a draft vocabulary."""
         if self.projection_kind == "own":
             return self._tail(k).weight
         if self.projection_kind == "low-rank":
@@ -238,7 +238,7 @@ class PredictionHeads(nn.Module):
         (weight_VD, _), ids_P = self._attached, self.proposed
         if ids_P is None:
             return weight_VD
-        key = (weight_VD.data_ptr(), weight_VD.device)  # the target may have moved since
+        key = (weight_VD.data_ptr(), weight_VD.device)  # the target may have been moved to another device
         if self._rows is None or self._rows[0] != key:
             self._rows = (key, weight_VD.detach()[ids_P.to(weight_VD.device)])
         return self._rows[1]
@@ -260,7 +260,7 @@ class PredictionHeads(nn.Module):
         return self.shape(products_XP)
 
     def multiply_by(self, product: Callable[[Tensor], Callable[[Tensor], Tensor]]) -> None:
-        """Set a custom product with the shared projection for inference: `product(weight)` maps [X, D] to [X, V]."""
+        """Use the function `product(weight)`, from [X, D] to [X, V], to apply the shared projection in inference."""
         if self.projection_kind == "target" and (self._product is None or self._product[0] != self._projection_state()):
             self._product = self._projection_state(), product(self.projection(0))
 

@@ -36,8 +36,8 @@ def trained_layers(config: Mapping[str, Any], count: int) -> list[int]:
     """Return the target layers whose inputs published heads were trained on, for a target with `count` layers.
 
     The ids are read from the top level of the config, or else from `eagle_config`. The ids in `eagle_config` follow
-    SGLang's convention of counting the outputs of layers, so they are increased by one. Without ids, the default of
-    the serving engines applies. Raises ValueError if ids are invalid.
+    SGLang's convention of counting the outputs of layers, so they are increased by one. If there are no ids, the
+    default of the serving engines applies. Raises ValueError if ids are invalid.
     """
     nested = (config.get("eagle_config") or {}).get(LAYER_IDS)
     named = config.get(LAYER_IDS) or (nested and [layer + 1 for layer in nested if type(layer) is int])
@@ -82,7 +82,7 @@ def read_published(
 
 
 def _tensors(directory: Path, unpickle: bool) -> dict[str, Tensor]:
-    """Load the tensors, and rename them as in `EagleHeads`."""
+    """Load the tensors of published heads, and rename them as in `EagleHeads`."""
     whole, pickled = directory / WHOLE_FILES[0], directory / PICKLED_WHOLE_FILES[0]
     if whole.is_file():
         tensors = load_file(whole)

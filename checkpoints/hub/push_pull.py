@@ -1,7 +1,7 @@
 """Upload of artifacts to the Hugging Face Hub in a single commit, and download with verification.
 
-An upload contains a new model card (README.md), whose hash is written to the uploaded `artifact.json`. The account is
-that of the token stored by huggingface_hub.
+An upload contains a new model card (README.md), whose hash is written to the uploaded `artifact.json`. The account
+is the owner of the token stored by huggingface_hub.
 """
 
 import hashlib
@@ -42,7 +42,7 @@ class Plan:
     files: dict[str, CommitOperationAdd]
     """Mapping from path to upload operation, for all files of the artifact."""
     deleted: tuple[str, ...]
-    """Files to delete from the repository, because the artifact does not contain them."""
+    """Files to delete from the repository because the artifact does not contain them."""
 
     @property
     def card(self) -> str:

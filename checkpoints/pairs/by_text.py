@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 _TAIL = 8
-"""Number of context tokens that are re-encoded together with a draft, since they affect its tokenization."""
+"""Number of context tokens that are re-encoded with a draft, because they affect its tokenization."""
 _UNFINISHED = "\ufffd"
 """Replacement character that incomplete UTF-8 sequences are decoded to."""
 

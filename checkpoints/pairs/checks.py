@@ -1,6 +1,6 @@
 """Static checks of a target/drafter pair, and the effects of their findings on each inference engine.
 
-The rules are those in the code of the engines: `transformers/generation/utils.py` (_validate_generation_mode), vLLM's
+The rules follow the code of the engines: `transformers/generation/utils.py` (_validate_generation_mode), vLLM's
 `config/speculative.py`, SGLang's `speculative/standalone_worker.py`, llama.cpp's `common/speculative.cpp`.
 """
 
@@ -62,7 +62,7 @@ def check_pair(
         consumers: Engines that must support the pair.
         name: Name of the drafter for the error message.
         fix: Command that repairs the drafter, for the error message.
-        also: Names of checks that must not have any finding.
+        also: Names of additional checks that must pass.
     """
     refusals = []
     for finding in examine(target, drafter).findings:
@@ -89,7 +89,7 @@ def _check_kind(target: ModelInfo, drafter: ModelInfo) -> Iterator[Finding]:
 
 
 def _check_family(target: ModelInfo, drafter: ModelInfo) -> Iterator[Finding]:
-    """Report configurations of models that an engine does not support."""
+    """Report model types and generation settings that an engine does not support."""
     for model, name in ((target, "target"), (drafter, "drafter")):
         effects = dict[str, Effect]()
         if fault := family_fault(model.config):
@@ -294,7 +294,7 @@ def _is_shorter(drafter: int | None, target: int | None) -> bool:
 
 
 def _check_draft_vocabulary(target: ModelInfo, drafter: ModelInfo) -> Iterator[Finding]:
-    """Report a draft vocabulary in an artifact that was not exported, since other engines do not support it."""
+    """Report an artifact with a draft vocabulary that was not exported, because other engines do not support it."""
     if (drafter.folder / DRAFT_VOCABULARY).is_file() and not (drafter.manifest and drafter.manifest.export):
         reason = f"it loads {DRAFT_VOCABULARY} as weights: use `draftsmith export`"
         effects = refuse(reason, "vllm")

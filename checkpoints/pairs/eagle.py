@@ -1,6 +1,6 @@
-"""Static checks of EAGLE-3 heads with their target: how each engine interprets the config, and missing tensors.
+"""Static checks of EAGLE-3 heads and their target: missing tensors, and how each engine interprets the config.
 
-The rules are those in the code of the engines: vLLM 0.33's `config/speculative.py` and its two model runners, SGLang
+The rules follow the code of the engines: vLLM 0.33's `config/speculative.py` and its two model runners, SGLang
 0.5.23's `models/llama_eagle3.py`, llama.cpp's `conversion/llama.py` and `common/speculative.cpp`.
 """
 
@@ -41,14 +41,14 @@ def layers_by_engine(config: Config, count: int) -> dict[str, list[int]]:
 
 
 def rotary_base(config: Config) -> float:
-    """Return the RoPE base under any of the config keys that transformers uses (default: 10,000)."""
+    """Return the RoPE base from any of the config keys that transformers uses (default: 10,000)."""
     rope: Config = config.get("rope_parameters") or {}
     rope = rope.get("full_attention", rope)  # some models have settings per layer type
     return float(rope.get("rope_theta") or config.get("rope_theta") or 10_000)
 
 
 def examine_eagle(target: ModelInfo, source: str, folder: Path) -> Diagnosis:
-    """Run all checks of EAGLE-3 heads in a folder with their target. Raises ValueError if layer ids are invalid."""
+    """Run all checks of the EAGLE-3 heads in a folder. Raises ValueError if their layer ids are invalid."""
     config = read_json(folder / CONFIG_FILE)
     stored = load_file(folder / WHOLE_FILES[0]) if (folder / WHOLE_FILES[0]).is_file() else {}
     trained = trained_layers(config, target.config.num_hidden_layers)
@@ -62,7 +62,7 @@ def examine_eagle(target: ModelInfo, source: str, folder: Path) -> Diagnosis:
 
 
 def _layer_settings(config: Config) -> Config:
-    """Return the config of the decoder layer, which is nested in the speculators format."""
+    """Return the config of the decoder layer, which the speculators format stores in a nested dictionary."""
     settings: Config = config.get("transformer_layer_config", config)
     return settings
 

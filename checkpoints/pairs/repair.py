@@ -28,7 +28,7 @@ _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def repair(target: ModelInfo, drafter: ModelInfo, out: Path, command: str) -> list[str]:
-    """Write a copy of a drafter that uses the target's tokenizer and vocabulary to `out`, as an artifact.
+    """Convert a drafter to the target's tokenizer and vocabulary, and write the result to `out` as an artifact.
 
     Args:
         target: Description of the target.
@@ -89,7 +89,7 @@ def _load_model(drafter: ModelInfo, rows: int) -> Any:
 
 
 def _match_rows(target: ModelInfo, drafter: ModelInfo) -> tuple[list[int | None], list[int], int]:
-    """Return the drafter's row (or None) for each target row, its rows that have a token, and its number of rows."""
+    """Return the drafter's row (or None) for each target row, the drafter's rows with a token, and its row count."""
     if target.tokenizer is None or drafter.tokenizer is None:
         raise ValueError(f"{target.source} and {drafter.source} must both have a tokenizer to match rows by")
     made_with = drafter.manifest.tokenizer_fingerprint if drafter.manifest else None

@@ -49,12 +49,12 @@ class Effect:
 
 
 def refuse(reason: str, *consumers: str) -> dict[str, Effect]:
-    """Return an effect for each engine (default: all) that does not support a pair because of a finding."""
+    """Map each engine (default: all) to the effect `refused`: it does not support the pair."""
     return dict.fromkeys(consumers or CONSUMERS, Effect(REFUSED, reason))
 
 
 def degrade(reason: str, *consumers: str) -> dict[str, Effect]:
-    """Return the effect of a finding that restricts an engine's support of a pair, by engine (default: all)."""
+    """Map each engine (default: all) to the effect `works but`: it supports the pair with a limitation."""
     return dict.fromkeys(consumers or CONSUMERS, Effect(BUT, reason))
 
 
@@ -93,7 +93,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Worst outcome of all findings for an engine, with the reasons for it."""
+    """Worst outcome of all findings for an engine, with the reasons."""
 
     outcome: str
     reasons: tuple[str, ...]
@@ -154,22 +154,22 @@ class ModelInfo:
 
     @property
     def vocab(self) -> dict[str, int]:
-        """Mapping from token text to id; empty without a tokenizer."""
+        """Mapping from token text to id; empty if there is no tokenizer."""
         return {} if self.tokenizer is None else {str(text): int(i) for text, i in self.tokenizer.get_vocab().items()}
 
     @property
     def positions(self) -> int | None:
-        """Maximum number of positions; None for no limit."""
+        """Maximum number of positions; None if there is no limit."""
         return getattr(self.config, "max_position_embeddings", None) or None
 
     @property
     def window(self) -> int | None:
-        """Size of the sliding attention window; None without one."""
+        """Size of the sliding attention window; None if there is none."""
         return sliding_window(self.config)
 
     @property
     def limit(self) -> int | None:
-        """Maximum number of tokens that draftsmith supports; None for no limit."""
+        """Maximum number of tokens that draftsmith supports; None if there is no limit."""
         return position_limit(self.config)
 
 
@@ -212,7 +212,7 @@ def read_model_info(source: str, load_tokenizer: Callable[[str], Any]) -> ModelI
 
 
 def _rows(config: Any, shapes: dict[str, tuple[int, ...]]) -> tuple[int | None, int | None]:
-    """Return the numbers of stored rows of the token embedding and the output projection; None if unknown."""
+    """Return the row counts of the stored token embedding and output projection; None if unknown."""
     try:
         model = meta_model(config)
     except (ValueError, ImportError):  # model type unknown to transformers, or a missing kernel

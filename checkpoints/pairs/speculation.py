@@ -29,7 +29,7 @@ def write_settings(path: Path, settings: Mapping[str, Any]) -> None:
 
 
 def save_speculation(folder: Path, tokens: int = SPECULATIVE_TOKENS) -> None:
-    """Add the settings of `speculation` to a drafter's `generation_config.json`, and create the file if necessary."""
+    """Add the settings of `speculation` to a drafter's `generation_config.json`, which is created if necessary."""
     path = folder / "generation_config.json"
     if path.is_file():
         settings = read_json(path)

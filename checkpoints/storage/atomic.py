@@ -20,7 +20,7 @@ _UNFINISHED = re.compile(r"(\.(?P<name>.+)\.\d+-[0-9a-f]{8})\.(old|saving|saving
 def atomic_file(path: Path) -> Iterator[IO[bytes]]:
     """Open a temporary file that atomically replaces `path` when the block ends. It is discarded on errors.
 
-    The parent folder is created, and temporary files of interrupted writers are removed. Errors name the file.
+    The parent folder is created, and temporary files of interrupted writers are removed. Errors include the path.
     """
     check_writable(path)
     with _temporary_path(path) as unfinished, name_errors(path):
@@ -32,7 +32,7 @@ def atomic_file(path: Path) -> Iterator[IO[bytes]]:
 
 
 def atomic_text(path: Path, text: str) -> None:
-    """Write a UTF-8 text file atomically, as `atomic_file` does."""
+    """Write a UTF-8 text file atomically (see `atomic_file`)."""
     with atomic_file(path) as out:
         out.write(text.encode())
 
@@ -106,7 +106,7 @@ def _clear_leftovers(folder: Path) -> None:
         for name in os.listdir(folder):
             if match := _UNFINISHED.fullmatch(name):
                 with suppress(ValueError, OSError), locked(folder / f"{match[1]}.saving") as is_certain:
-                    if is_certain:  # without the lock, it may be in use
+                    if is_certain:  # without the lock, another process may be using it
                         _clear(folder / name, folder / match["name"])
 
 
@@ -140,7 +140,7 @@ def _lock_folder(folder: Path) -> Iterator[None]:
 
 
 def sync(path: Path) -> None:
-    """Flush one file or folder to the disk."""
+    """Flush a file or folder to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -149,7 +149,7 @@ def sync(path: Path) -> None:
 
 
 def finish_file(out: IO[bytes]) -> None:
-    """Flush an open file to the disk."""
+    """Flush an open file to disk."""
     out.flush()
     os.fsync(out.fileno())
 
@@ -168,7 +168,7 @@ def append_line(file: IO[bytes], line: bytes) -> None:
 
 @contextmanager
 def name_errors(path: Path) -> Iterator[None]:
-    """Add the file name to OSErrors that lack it."""
+    """Add the path to OSErrors that have no file name."""
     try:
         yield
     except OSError as error:

@@ -29,13 +29,13 @@ def check_tokens(ids_R: Tensor, vocab: int) -> None:
 
 
 def write_vocabulary(ids_R: Tensor | None, folder: Path) -> None:
-    """Write the token ids of a draft vocabulary, int64 [R], to a file in a folder. Do nothing for None."""
+    """Write the token ids of a draft vocabulary, int64 [R], to a file in a folder. Do nothing if it is None."""
     if ids_R is not None:
         save_file({TOKENS: ids_R.detach().cpu().contiguous()}, folder / DRAFT_VOCABULARY)
 
 
 def read_vocabulary(folder: Path, vocab: int) -> Tensor | None:
-    """Load the draft vocabulary in a folder; None if there is none. Raises ValueError if the file is invalid."""
+    """Load the draft vocabulary of a folder; None if there is none. Raises ValueError if the file is invalid."""
     path = folder / DRAFT_VOCABULARY
     if not path.is_file():
         return None
@@ -56,6 +56,6 @@ def widen(logits_XR: Tensor, ids_R: Tensor, vocab: int, other: float = -torch.in
 
 
 def mask_token(config: Any) -> int | None:
-    """Return the mask token id in the config of a drafter with parallel drafting; None for other drafters."""
+    """Return the mask token id in the config of a drafter with parallel drafting; None if it has none."""
     tokens = (getattr(config, name, None) for name in (MASK_TOKEN, "mask_token_id"))
     return next((int(token) for token in tokens if token is not None), None)

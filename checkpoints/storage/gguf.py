@@ -25,7 +25,7 @@ Progress = Callable[[int, int], None]
 """Callback with the number of tensors written and the total number."""
 _SAFETENSORS = {"torch.float32": "F32", "torch.bfloat16": "BF16", "torch.float16": "F16"}
 _AT_ONCE = 1 << 18
-"""Number of values that are dequantised at a time, chosen to fit the CPU cache."""
+"""Number of values to dequantise at a time, chosen to fit the CPU cache."""
 _TOKENIZER = {"model": "tokenizer.ggml.model", "pre": "tokenizer.ggml.pre"}
 _GPT2 = {"default", "gpt-2", "gpt2", "phi-2", "mpt", "olmo", "jais", "trillion", "granite-docling", "exaone4"}
 """Names of pre-tokenizers that are equal to GPT-2's (llama.cpp, `llama-vocab.cpp`)."""
@@ -56,9 +56,9 @@ def gguf_file(location: str | Path) -> Path:
 
 
 def gguf_folder(location: str | Path) -> Path:
-    """Convert a GGUF file to a model folder in the user's cache, unless it is cached already, and return the folder.
+    """Convert a GGUF file to a model folder in the user's cache, unless it is cached already; return the folder.
 
-    Raises ValueError as `gguf_file` and `convert_gguf` do.
+    Raises ValueError for the same reasons as `gguf_file` and `convert_gguf`.
     """
     file = gguf_file(location)
     status = file.stat()
@@ -145,7 +145,7 @@ def convert_gguf(file: Path, folder: Path, dtype: str = "auto", progress: Progre
 
 @contextmanager
 def _reuse_reader(reader: Any) -> Iterator[None]:
-    """Make transformers reuse a parsed file. It would otherwise parse the file several times, in about 10 s each."""
+    """Make transformers reuse a parsed file. Otherwise, it would parse the file several times, in about 10 s each."""
     import gguf
 
     original = gguf.GGUFReader

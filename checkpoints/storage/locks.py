@@ -26,7 +26,7 @@ os.register_at_fork(after_in_child=_release_locks)
 def sole_writer(path: Path) -> Iterator[None]:
     """Prevent other processes from writing `path` during the block; see `locked`.
 
-    Warns if the file system does not support locks. Raises ValueError, naming the process, if another one has the lock.
+    Warns if the file system does not support locks. Raises ValueError if another process has the lock.
     """
     with locked(path) as is_locked:
         if not is_locked:
@@ -41,7 +41,7 @@ def sole_writer(path: Path) -> Iterator[None]:
 def locked(path: Path, *, wait: bool = False) -> Iterator[bool]:
     """Lock `<path>.lock` during the block, and yield True, or False if the file system does not support locks.
 
-    If another process has the lock, waits for it (`wait`) or raises ValueError as `sole_writer` does. The lock uses
+    If another process has the lock, wait for it if `wait` is True; otherwise raise ValueError. The lock uses
     `flock`, which also works between machines over NFS. Forked processes release it immediately, because they
     may outlive an interrupted parent process by seconds.
     """

@@ -12,19 +12,19 @@ from .messages import error_text
 _PATIENCE = 4.0
 """Timeout in seconds for the hub's first response."""
 _ANSWERS: dict[str, str] = {}
-"""Mapping from each tested endpoint to the reason why it is unreachable; empty if it responded."""
+"""Mapping from each tested endpoint to the reason why it is unreachable, or "" if it responded."""
 _PLAIN_REVISION = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./-]*")
 
 
 def split_revision(location: str) -> tuple[str, str | None]:
-    """Split `user/name@revision` at the @. The revision of other locations is None. Raises ValueError if invalid."""
+    """Split a location into `user/name` and revision (None if there is none). Raises ValueError if it is invalid."""
     repo, at, _ = location.partition("@")
     is_named = at and "/" in repo and not is_path(repo) and find_local(location) is None
     return parse_hub_id(location) if is_named else (location, None)
 
 
 def adapter_base(settings: Mapping[str, Any]) -> str | None:
-    """Return the base model in an adapter's config, as `user/name@revision` if it has a revision; None if missing."""
+    """Return the base model (`user/name@revision` if it has a revision) in an adapter's config; None if missing."""
     base, revision = settings.get("base_model_name_or_path"), settings.get("revision")
     if not isinstance(base, str) or not base:
         return None

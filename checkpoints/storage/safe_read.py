@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from .messages import brief, first_line
 
 UNREADABLE = (SafetensorError, OSError, RuntimeError)
-"""Exceptions of reading safetensors files. RuntimeError is raised if a file is deleted while it is opened."""
+"""Exceptions raised when reading safetensors files. RuntimeError occurs if a file is deleted while it is opened."""
 UNPICKLE = "DRAFTSMITH_UNPICKLE"
 """Environment variable that allows loading pickled weights if it is set to 1."""
 
@@ -54,7 +54,7 @@ class OtherSchemaError(ValueError):
 
 
 def read_document(path: Path, schema: int, command: str) -> dict[str, Any]:
-    """Load a JSON document of this schema version. Error messages name `command`, which recreates the document."""
+    """Load a JSON document with schema version `schema`. Error messages suggest `command`, which recreates it."""
     document = load_json(path, "schema")
     if document["schema"] != schema:
         raise OtherSchemaError(f"{path} has schema {brief(document['schema'])}, expected {schema}: run `{command}`")
@@ -74,7 +74,7 @@ def read_text(path: Path) -> str:
 
 
 def shards_of(index: Path, is_selected: Callable[[str], bool] = lambda tensor: True) -> dict[str, str]:
-    """Return the mapping from tensor name to safetensors file in an index, for tensors that `is_selected` accepts.
+    """Map the tensors in an index that `is_selected` accepts to the names of their safetensors files.
 
     Raises ValueError if the index is invalid, or lists files that are not safetensors files in its folder.
     """

@@ -133,7 +133,7 @@ def rows_and_columns(keys_E: NDArray[Any], vocab_size: int) -> tuple[NDArray[Any
 
 
 def add_left_counts(sums_V: Ints, part: Run) -> None:
-    """Add the number of pairs with each left token, in a non-empty part of a run, to `sums_V`."""
+    """Add the number of pairs of each left token in a non-empty part of a run to `sums_V`."""
     keys_E, counts_E = part
     rows_E, _ = rows_and_columns(keys_E, len(sums_V))
     first_R = np.concatenate(([0], np.flatnonzero(rows_E[1:] != rows_E[:-1]) + 1))

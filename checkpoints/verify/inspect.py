@@ -27,7 +27,7 @@ _NEEDED = {
     "adapter": ((ADAPTER_CONFIG,), (ADAPTER_FILE,)),
     "model": ((CONFIG_FILE,), WHOLE_FILES),
 }
-"""Required files of each type of artifact, with the alternative names of each file."""
+"""Required files of each type of artifact, with alternative names for each file."""
 _FLOATS = ("F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
 _NUMBERS_AT_ONCE = 1 << 24
 _TENSORS_SHOWN = 3

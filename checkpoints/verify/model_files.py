@@ -94,7 +94,7 @@ def _check_room(folder: Path, config: Any, dtype: Any) -> None:
 
 
 def check_memory(config: Any, width: int, remedy: str) -> None:
-    """Raise ValueError if a model's parameters, at `width` bytes each, exceed the free memory of the host."""
+    """Raise ValueError if a model's parameters, at `width` bytes each, exceed the host's free memory."""
     with torch.random.fork_rng(devices=[]):
         count = sum(weight.numel() for weight in meta_model(config).parameters())
     free = psutil.virtual_memory().available
@@ -295,7 +295,7 @@ def reason(source: str, error: Exception) -> str:
 
 
 def names_of_embeddings(model: PreTrainedModel) -> tuple[str, str, str | None]:
-    """Return the parameter names of token embeddings, output projection (the same if tied) and output bias."""
+    """Return the names of token embeddings, output projection (the same if tied) and output bias (None if missing)."""
     head = model.get_output_embeddings()
     weights = (model.get_input_embeddings().weight, head.weight, getattr(head, "bias", None))
     names = [next((name for name, one in model.named_parameters() if one is weight), None) for weight in weights]

@@ -9,7 +9,7 @@ _LEAST = 128  # exceeds the depth of any tree, whose tokens must attend to each 
 
 
 def sliding_window(config: Any) -> int | None:
-    """Return the size of the sliding attention window, including the token itself; None without sliding layers."""
+    """Return the size of the sliding attention window, including the token itself; None if there is none."""
     slides = getattr(config, "use_sliding_window", True)
     return (getattr(config, "sliding_window", None) or None) if slides else None
 
@@ -24,10 +24,10 @@ def windows(config: Any) -> tuple[int | None, ...]:
 
 
 def position_limit(config: Any) -> int | None:
-    """Return the maximum number of positions that draftsmith supports; None for no limit.
+    """Return the maximum number of positions that draftsmith supports; None if there is no limit.
 
-    Unsupported sliding windows and attention chunks limit it. So does LongRoPE, because keys that are cached before its
-    switch to long factors would have to be recomputed.
+    Unsupported sliding windows and attention chunks limit it. LongRoPE also limits it, because keys that are cached
+    before its switch to long factors would have to be recomputed.
     """
     window = None if _has_sliding_window(config) else sliding_window(config)
     names = ["max_position_embeddings", "max_seq_len", "attention_chunk_size"]

@@ -32,7 +32,7 @@ class Batch(NamedTuple):
         return Batch(*(tensor.to(device) for tensor in self))
 
     def rows(self, rows: np.ndarray) -> "Batch":
-        """Return a batch that contains only the rows with the given indices."""
+        """Return a batch with the rows at the given indices."""
         return Batch(*(tensor[torch.from_numpy(rows)] for tensor in self))
 
     def attention_mask_B1TT(self) -> torch.Tensor:
@@ -51,7 +51,7 @@ def pack_best_fit(lengths: Sequence[int], block_tokens: int) -> list[list[int]]:
         raise ValueError(f"a document has {max(lengths)} tokens, but a block only {block_tokens}")
     blocks: list[list[int]] = []
     open_by_space: list[list[int]] = [[] for _ in range(block_tokens + 1)]
-    spaces = 0  # bit r is set if a block with r free tokens exists, so that the best fit is a bit operation
+    spaces = 0  # Bit r is set if a block with r free tokens exists, so that bit operations find the best fit.
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         length = lengths[index]
         fitting = spaces >> length
@@ -91,7 +91,7 @@ def make_batch(blocks: Sequence[Sequence[Document]], length: int, padding_id: in
             span = slice(at, at + len(document.ids))
             tokens_BT[row, span] = document.ids
             labels_BT[row, span] = np.where(document.trained, document.ids.astype(np.int64), IGNORED)
-            labels_BT[row, at] = IGNORED  # the first token has no context that predicts it
+            labels_BT[row, at] = IGNORED  # no token precedes the first one, so it cannot be predicted
             documents_BT[row, span] = document.number
             positions_BT[row, span] = np.arange(len(document.ids))
             at = span.stop
@@ -100,7 +100,7 @@ def make_batch(blocks: Sequence[Sequence[Document]], length: int, padding_id: in
 
 
 def pack(lengths: np.ndarray, block_tokens: int, packing: str) -> tuple[np.ndarray, np.ndarray]:
-    """Pack documents; return their indices in block order (int64) and the number of documents per block (int64)."""
+    """Pack documents into blocks; return their indices in block order and the number of documents per block (int64)."""
     if packing == "pad":
         return np.arange(len(lengths)), np.ones(len(lengths), dtype=np.int64)
     blocks = pack_best_fit(lengths.tolist(), block_tokens)

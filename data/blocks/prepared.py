@@ -27,7 +27,7 @@ MANIFEST = "data.json"
 _ARRAYS = ("tokens", "trained", "documents", "order", "blocks")
 _PROGRESS_ROWS = 256
 _BUFFER = 1 << 20
-_WINDOW_DOCUMENTS = 1 << 18  # packed jointly; enough for dense blocks, in little memory
+_WINDOW_DOCUMENTS = 1 << 18  # documents packed jointly: enough for dense blocks, few enough to save memory
 
 
 def prepare(
@@ -44,8 +44,8 @@ def prepare(
 ) -> "PreparedData":
     """Render conversations, pack them into blocks of `block_tokens` and write the blocks to `out_dir` atomically.
 
-    Prepared data in `out_dir` is replaced. `packing` is "best-fit", or "pad" for one document per block, padded
-    to the longest one in a batch. The manifest records `source`. `progress` receives the numbers of rows and tokens.
+    Existing prepared data in `out_dir` is replaced. `packing` is "best-fit", or "pad" for one document per block,
+    padded to the longest one in a batch. The manifest records `source`. `progress` receives the row and token counts.
 
     Raises ValueError if no token is supervised, or `out_dir` contains other files.
     """
@@ -83,7 +83,7 @@ def prepare(
 
 
 class PreparedData:
-    """Prepared data on disk, opened for reading with `PreparedData.load`."""
+    """Tokenized and packed training data on disk, opened with `PreparedData.load`."""
 
     def __init__(self, directory: Path, manifest: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
         self.directory = directory
@@ -127,7 +127,7 @@ class PreparedData:
             )
 
     def step_batch(self, step: int, batch_blocks: int, seed: int) -> tuple[np.ndarray, Batch]:
-        """Return the block indices and the batch of a global step. They depend only on the arguments."""
+        """Return the block indices and the batch of a global step, which depend only on the arguments."""
         indices = global_batch(self.blocks, batch_blocks, step, seed)
         return indices, self.batch(indices)
 
@@ -143,7 +143,7 @@ class PreparedData:
         return make_batch(blocks, length, self._padding_id)
 
     def token_counts(self, *, trained: bool) -> np.ndarray:
-        """Count the occurrences of each token id, int64 [1 + largest id]; if `trained`, only supervised ones."""
+        """Count the occurrences of each token id, int64 [1 + largest id]; only supervised ones if `trained`."""
         counts = np.zeros(0, dtype=np.int64)
         for start in range(0, len(self._tokens), _BUFFER):
             part = slice(start, start + _BUFFER)
@@ -175,7 +175,7 @@ class _Writer:
 
     def add(self, document: Rendered) -> None:
         if document.spans and document.spans[0][0] == 0:
-            document.spans[0] = (1, document.spans[0][1])  # the first token has no context that predicts it
+            document.spans[0] = (1, document.spans[0][1])  # no token precedes the first one, so it cannot be predicted
         self.lengths.append(len(document.ids))
         self._tokens.append(document.ids)
         self._trained.append(document.trainable())
@@ -229,6 +229,6 @@ class _Column:
 
 
 def padding_id(tokenizer: Any) -> int:
-    """Return the id of the token that pads blocks: the tokenizer's padding token, its EOS token, or 0."""
+    """Return the token id for padding: the tokenizer's padding token, else its EOS token, else 0."""
     candidates = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
     return int(next(number for number in candidates if number is not None))

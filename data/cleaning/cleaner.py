@@ -51,7 +51,7 @@ Messages = list[tuple[str | None, str]]
 
 
 class Cleaning(BaseModel):
-    """Cleaning options. By default, complete exchanges are kept unchanged."""
+    """Options for cleaning conversations. By default, complete exchanges are kept unchanged."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -78,12 +78,12 @@ class Cleaning(BaseModel):
 
 
 def role_of(written: Any, roles: Mapping[str, str] = ROLES) -> str | None:
-    """Map a role name to user, assistant or system, ignoring case. Return None if the name is unknown."""
+    """Map a role name to user, assistant or system, ignoring case; None if the name is unknown."""
     return roles.get(written, roles.get(written.strip().lower())) if isinstance(written, str) else None
 
 
 class _DroppedError(Exception):
-    """Error that drops a conversation. Its message is the reason."""
+    """Exception that drops a conversation. Its message is the reason."""
 
 
 class Cleaner:
@@ -254,7 +254,7 @@ class Cleaner:
 
 
 def _copy_context_mark(text: str, other: str) -> str:
-    """Return `other`, marked as unsupervised context if `text` is."""
+    """Return `other`, and mark it as unsupervised context if `text` is marked."""
     return ContextText(other) if isinstance(text, ContextText) else other
 
 
@@ -286,7 +286,7 @@ def _blank(text: str) -> bool:
 
 
 def _key(kind: str, identity: str, turns: list[Turn]) -> int:
-    """Return a 60-bit hash of a conversation. Collisions are unlikely for fewer than 10^8 conversations."""
+    """Return a 60-bit hash of the id or first exchange. Collisions are unlikely up to 10^8 conversations."""
     first = [turn.text for turn in turns if turn.role != "system"][:2]
     parts = [identity] if kind == "id" else first
     text = "".join(f"{len(part)}:{part}" for part in (kind, *parts))
@@ -320,8 +320,8 @@ def _language_identifier(languages: Iterable[str]) -> Callable[[str], str]:
 class EvaluationTexts:
     """Index of the word n-grams of evaluation texts, which ignores case and punctuation.
 
-    An evaluation text matches if it shares `run_words` consecutive words, or all its words if it is shorter. Texts of
-    fewer than `FIRST_WORDS` words must be equal. The index takes about 160 bytes per word.
+    A text matches if it shares `run_words` consecutive words with an evaluation text, or contains a shorter one in
+    full. Evaluation texts of fewer than `FIRST_WORDS` words must be equal. The index takes about 160 bytes per word.
     """
 
     def __init__(self, texts: Iterable[str], run_words: int) -> None:
@@ -340,7 +340,7 @@ class EvaluationTexts:
         self._whole.discard(hash(()))
 
     def found_in(self, text: str) -> bool:
-        """Check if `text` shares a word n-gram with an evaluation text."""
+        """Check if a text matches an evaluation text."""
         tokens = _split_words(text)
         if len(tokens) < FIRST_WORDS:
             return hash(tuple(tokens)) in self._whole

@@ -80,7 +80,7 @@ def html_to_markdown(text: str) -> str:
 
 
 def _rewrite_around(protected: re.Pattern[str], text: str, rewrite: Callable[[str], str], keep: bool = True) -> str:
-    """Apply `rewrite` to the text between protected parts. If `keep` is False, replace these parts by spaces."""
+    """Apply `rewrite` to text outside of protected parts. If `keep` is False, replace these parts by spaces."""
     pieces, end = [], 0
     for match in protected.finditer(text):
         pieces += [rewrite(text[end : match.start()]), match[0] if keep else " "]
@@ -132,7 +132,7 @@ def _plain_block(document: Any, block: Any) -> Any:
 
 
 def _append(pieces: list[str], right: str) -> None:
-    """Append converted text, separated from the previous piece by at most one blank line."""
+    """Append converted text to a list, separated from the previous item by at most one blank line."""
     above, below = pieces[-1].rstrip("\n"), right.lstrip("\n")
     if not above or not below:
         pieces[-1] += right

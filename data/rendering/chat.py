@@ -1,4 +1,4 @@
-"""Rendering of conversations with a tokenizer's own chat template; token ids are equal to `apply_chat_template`.
+"""Rendering of conversations with a tokenizer's own chat template, with the token ids of `apply_chat_template`.
 
 The span of an answer begins after its rendered prompt and includes the end-of-turn token. Templates that rewrite
 earlier turns, for example to remove reasoning, produce one document per answer. Shape suffixes: T tokens.
@@ -70,7 +70,7 @@ class ChatLayout:
         self._checked = set[str]()
 
     def is_needed(self, conversation: Conversation) -> bool:
-        """Check if a conversation must be rendered with `apply_chat_template`, not with the constant template texts."""
+        """Check if a conversation requires `apply_chat_template` instead of the constant template texts."""
         return bool(self.template.jinja) or any(
             token in turn.text for turn in conversation.turns for token in self._special
         )
@@ -88,7 +88,7 @@ class ChatLayout:
         return list(self.tokenizer(text, add_special_tokens=False).input_ids)
 
     def documents(self, conversation: Conversation, limit: int) -> Iterator[ChatDocument]:
-        """Yield documents of at most `limit` tokens. A document has no spans if the answer does not fit.
+        """Yield documents of at most `limit` tokens. A document without spans means that the answer does not fit.
 
         Raises:
             ValueError: The template cannot render the conversation, or omits an answer or its end-of-turn token.
@@ -137,7 +137,7 @@ class ChatLayout:
             raise ValueError(f"answers end with {suffix!r}, not a special token: use another template, such as chatml")
         if whole.startswith(prompt) and (not lead.strip() or _THOUGHT in answer):
             position = begin
-        elif lead.endswith(" "):  # the space belongs to the answer's first token
+        elif lead.endswith(" "):  # the space is tokenized with the answer
             position -= 1
         return whole, (position, len(whole) - len(suffix) + end)
 

@@ -1,4 +1,4 @@
-"""Tokenization of text in pieces, such that the concatenated ids are equal to the ids of the whole text.
+"""Tokenization of text in pieces. The concatenated ids are equal to the ids of the whole text.
 
 Some sentencepiece tokenizers add a space ("▁") before a text, depending on the preceding text (options `legacy` and
 `add_prefix_space` in transformers). The encoding of a piece therefore depends on the kind of preceding text (`After`).
@@ -95,7 +95,7 @@ class PieceEncoder:
         return np.concatenate([_NOTHING, *encoded]), starts
 
     def one(self, text: str, after: After) -> list[int]:
-        """Return the token ids of a single piece. An empty string has no ids."""
+        """Return the token ids of a single piece; an empty list for an empty string."""
         return list(self.encode([text], [after])[0].tolist()) if text else []
 
     def template(self, text: str, before: str = "") -> list[int]:
@@ -109,7 +109,7 @@ class PieceEncoder:
         return ids[1:]
 
     def _encode_raw(self, texts: list[str]) -> list[np.ndarray]:
-        """Return the token ids (int32) of each text as at the start of a document, without adding special tokens."""
+        """Return the token ids (int32) of texts at the start of a document, without adding special tokens."""
         if not texts:
             return []
         if self._pieces is not None and len(texts) > 1:
@@ -135,7 +135,7 @@ class PieceEncoder:
         from sentencepiece import SentencePieceProcessor
 
         processor = SentencePieceProcessor(model_file=file)
-        skip = 0 if self._always_adds_space else 1  # the space that a model adds before every text
+        skip = 0 if self._always_adds_space else 1  # the space that some models add before every text
 
         def encode(texts: list[str]) -> list[np.ndarray]:
             bare = [text[skip:] if text.startswith(" ") else text for text in texts]

@@ -25,7 +25,7 @@ class Parts:
     conversation: Conversation
     system: str | None
     questions: list[str]
-    answers: list[str]  # a prompt has one fewer than questions, plain text has one and no question
+    answers: list[str]  # a prompt has one answer fewer than questions; plain text is one answer without a question
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,12 +122,12 @@ class Layout:
         return _Lead(np.concatenate([lead.ids, ids, rest.ids]), rest.tail, rest.after)
 
     def lead_tokens(self, parts: Parts) -> int:
-        """Return the number of template tokens at the start of an encoded first question."""
+        """Return the number of template tokens that are encoded at the start of the first question."""
         lead = self.first_lead(parts)
         return len(self.encoder.one(lead.tail.rstrip(" "), lead.after))
 
     def first_ids(self, parts: Parts, number: int, question_ids: np.ndarray) -> np.ndarray:
-        """Return the token ids of a question that becomes the first one of a document after a split."""
+        """Return the token ids of a question that begins a document after a split."""
         lead = self.first_lead(parts)
         if (lead.tail, lead.after) == (self.next.tail, self.next.after):
             return question_ids

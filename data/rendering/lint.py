@@ -36,7 +36,7 @@ class LintReport:
     faults: Counter[str] = field(default_factory=Counter)
 
     def failures(self, min_clean_share: float, min_trained_share: float) -> list[str]:
-        """Return a message for each share (clean documents, supervised tokens) that is below its minimum."""
+        """Return a message if the share of clean documents or of supervised tokens is below its minimum."""
         messages = []
         for title, floor, part, whole in (
             ("documents without faults", min_clean_share, self.clean, self.documents),
@@ -81,7 +81,7 @@ class Linter:
         self._first: list[Rendered] = []
 
     def check(self, document: Rendered) -> str | None:
-        """Check a document. Return its fault, or None."""
+        """Check a document, and return its fault or None."""
         fault = self._find_fault(document)
         self.report.documents += 1
         self.report.tokens += len(document.ids)
@@ -164,7 +164,7 @@ class Linter:
         return None if is_whole and is_part and not self._special[body].any() else ANSWER_DIFFERS
 
     def _matches(self, decoded: str, text: str, is_prefix: bool) -> bool:
-        """Check if decoded text equals `text`, or `text` encoded and decoded (for tokenizers that normalize).
+        """Check if decoded text equals `text`, or the result of encoding and decoding `text`.
 
         A leading space is ignored. With `is_prefix`, the decoded text may be a prefix.
         """
@@ -206,12 +206,12 @@ class PieceDecoder:
 
 
 def vocabulary_size(tokenizer: Any) -> int:
-    """Return the largest token id plus one, which exceeds the number of tokens if ids are missing."""
+    """Return the largest token id plus one. It exceeds the number of tokens if some ids are unused."""
     return max(len(tokenizer), max(tokenizer.get_vocab().values()) + 1)
 
 
 def special_flags(tokenizer: Any) -> np.ndarray:
-    """Return a mask, bool [V], of special tokens. It excludes `unk`, which ordinary text can be encoded to."""
+    """Return a mask of special tokens, bool [V]. It excludes `unk`, which can also encode ordinary text."""
     flags = np.zeros(vocabulary_size(tokenizer), dtype=bool)
     flags[[number for number, token in tokenizer.added_tokens_decoder.items() if token.special]] = True
     unknown = getattr(tokenizer, "unk_token_id", None)

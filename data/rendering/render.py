@@ -21,7 +21,7 @@ from .templates import OWN, Template
 
 _BATCH_CHARACTERS = 1 << 19  # large enough to use all cores, and small in memory
 _BATCHES_AHEAD = 3
-_THREADS = 2  # two batches at a time, so that no core is idle at the end of a batch
+_THREADS = 2  # two batches run concurrently, so that no core is idle at the end of a batch
 _NO_LIMIT = 1 << 62
 _LEAST_SPACE = 16  # minimum number of tokens for question and answer in a block
 
@@ -84,7 +84,7 @@ def render(conversation: Conversation, template: Template, tokenizer: Any) -> Re
 
 
 def prompt_renderer(template: Template, tokenizer: Any) -> Callable[[Sequence[Turn]], list[int]]:
-    """Return a function that tokenizes turns as the prompt of the next answer, with the given template."""
+    """Return a function that renders turns with a template, and tokenizes them as the prompt of the next answer."""
     if template.name == OWN:
         return ChatLayout(template, tokenizer).prompt
     layout = Layout(template, PieceEncoder(tokenizer))
@@ -95,7 +95,7 @@ class Renderer:
     """Renderer that converts conversations to documents of at most `max_tokens` tokens, with threads for tokenization.
 
     Longer conversations are split between exchanges, and each document begins with the system prompt. If a single
-    exchange is too long, the start of the question is truncated first, to no less than half of the space, then the end
+    exchange is too long, the start of the question is truncated first, to at least half of the space, and then the end
     of the answer. With `last_turn_only`, only the last answer of a conversation is supervised.
 
     Raises ValueError if turns do not alternate, or the tokenizer does not have a special token of the template.
@@ -212,7 +212,7 @@ class _Document:
         self.length = len(self.pieces[0]) + len(self.pieces[1])
 
     def add(self, lead: np.ndarray, question: np.ndarray, answer: np.ndarray, limit: int) -> bool:
-        """Add an exchange if it fits completely, and return whether it was added."""
+        """Add an exchange if it fits completely. Return True if it was added."""
         layout = self.layout
         start = self.length + len(lead) + len(question) + len(layout.answer.ids)
         end = start + len(answer) + len(layout.end)
@@ -250,7 +250,7 @@ class _Document:
 
 
 def _split(layout: Layout, parts: Parts, texts: list[np.ndarray], max_tokens: int | None) -> Iterator[Rendered]:
-    """Split a conversation into documents of at most `max_tokens`. If an exchange does not fit, there are no spans."""
+    """Split a conversation into documents of at most `max_tokens`, without spans if an exchange does not fit."""
     limit = max_tokens if max_tokens is not None else _NO_LIMIT
     document: _Document | None = None
     for number, (question, answer) in enumerate(zip(texts[::2], texts[1::2], strict=True)):

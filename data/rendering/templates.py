@@ -131,9 +131,9 @@ CHATML_JINJA = (
 
 
 def get_template(name: str, tokenizer: Any = None, options: Mapping[str, Any] | None = None) -> Template:
-    """Return a template by name; "tokenizer" selects the tokenizer's own, to which `options` are passed.
+    """Return a template by name; "tokenizer" selects the tokenizer's own template, which receives `options`.
 
-    Raises ValueError if the name is unknown, the own template is unusable, or another template is given `options`.
+    Raises ValueError if the name is unknown, the tokenizer's template is unusable, or `options` do not apply.
     """
     if name == OWN:
         return own_template(tokenizer, options or {})
@@ -192,7 +192,7 @@ def own_template(tokenizer: Any, options: Mapping[str, Any]) -> Template:
 
 
 def _find_message_form(chat: "_Chat") -> "tuple[_Chat, str]":
-    """Find the message format that a chat template supports; return the chat and the text after an answer, if known.
+    """Find the message format that a chat template supports; return the chat and the text after an answer or "".
 
     A template may require a system prompt or lists of parts. Raises ValueError if no format can be rendered.
     """
@@ -242,7 +242,7 @@ def _constant_texts(chat: "_Chat") -> Template:
 def with_tools(template: Template, tokenizer: Any, tools: str) -> Template:
     """Return the tokenizer's own template for conversations with these tools (JSON list).
 
-    Raises ValueError if it is not the tokenizer's own, does not render the tools before the first question, or
+    Raises ValueError if `template` is not the tokenizer's own, does not render the tools before the first question, or
     does not render calls and results as `<tool_call>` and `<tool_response>`.
     """
     tool_list = json.loads(tools)
@@ -356,7 +356,7 @@ def in_parts(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def shared_length(left: str, right: str) -> int:
-    """Return the length of the common prefix of two strings."""
+    """Return the length of the longest common prefix of two strings."""
     pairs = enumerate(zip(left, right, strict=False))
     return next((index for index, (a, b) in pairs if a != b), min(len(left), len(right)))
 

@@ -150,7 +150,7 @@ def _visit(packages: Sequence[_Package], budget: float | None) -> Iterator[tuple
 
 
 def _find_packages(names: Sequence[str], seed: int) -> tuple[list[_Package], list[str]]:
-    """Locate the standard library and packages. Return them, and the names of packages that are not installed."""
+    """Locate the standard library and packages; also return the names of packages that are not installed."""
     roots = {STANDARD_LIBRARY: Path(sysconfig.get_path("stdlib"))}
     skipped: list[str] = []
     for name in dict.fromkeys(names):
@@ -174,7 +174,7 @@ def _source_files(root: Path, seed: int) -> list[Path]:
 
 
 def _file_conversations(package: _Package, path: Path) -> Iterator[tuple[str, Conversation]]:
-    """Yield (name inside the module, conversation) for each documented object of a source file."""
+    """Yield (name within the module, conversation) for each documented object in a source file."""
     try:
         source = path.read_text(encoding="utf-8")
         prose = sum(len(text) for text in re.findall(r'"""(.*?)"""', source, re.DOTALL))
@@ -311,7 +311,7 @@ def _prose(lines: list[str], limit: int = _MAX_PROSE) -> str:
                 paragraphs.append(cut[: end + 1] if end > limit // 3 else cut.rsplit(" ", 1)[0])
             break
         paragraphs.append(text)
-    while paragraphs and paragraphs[-1].endswith(":"):  # it introduced something that was dropped
+    while paragraphs and paragraphs[-1].endswith(":"):  # it introduced content that was dropped
         paragraphs.pop()
     return "\n\n".join(paragraphs)
 

@@ -98,7 +98,7 @@ def _is_data(path: Path) -> bool:
 
 
 def _suffix(path: Path) -> str | None:
-    """Return the format suffix of a file, ignoring `.gz`, or None if the format is unknown."""
+    """Return the format suffix of a file, ignoring `.gz`; None if the format is unknown."""
     is_packed = path.suffix.lower() == ".gz"
     suffix = (path.with_suffix("") if is_packed else path).suffix.lower()
     return suffix if suffix in SUFFIXES and not (is_packed and suffix == ".parquet") else None
@@ -129,7 +129,7 @@ def _same(value: Any) -> Any:
 
 
 def _json_values(stream: TextIO) -> Iterator[Any]:
-    """Parse a JSON list, or consecutive JSON values, incrementally, with memory for the largest value only.
+    """Parse a JSON list, or consecutive JSON values, incrementally. Only one value is kept in memory.
 
     The `json` module and the `datasets` library can only load such a list as a whole.
     """

@@ -200,7 +200,7 @@ def _mark_context(message: Mapping[str, Any], content: Any) -> Any:
 
 
 def _notes(messages: Any) -> tuple[str, ...]:
-    """Describe message keys to report: reasoning, ignored keys, and weights other than 0 and 1."""
+    """Describe unusual message keys: reasoning, ignored keys, and weights other than 0 and 1."""
     notes = dict[str, None]()
     for message in messages if isinstance(messages, list) else ():
         for key, value in message.items() if isinstance(message, Mapping) else ():
@@ -236,7 +236,7 @@ def _content(content: Any) -> Any:
 
 
 def _texts(value: Any) -> tuple[str, ...]:
-    """Return the reference answers in a string, in nested lists of strings, or in the SQuAD format {text: [...]}."""
+    """Return reference answers from a string, nested lists of strings, or the SQuAD format {text: [...]}."""
     if isinstance(value, Mapping):
         value = value.get("text")
     if isinstance(value, str):

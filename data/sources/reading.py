@@ -113,7 +113,7 @@ def read_prompts(
     The first question of a conversation is the prompt, its answer is a reference, and later questions are follow-ups.
     Rows without a question are counted in `skipped` under "no question".
 
-    Raises ValueError if the source does not have one of the groups, or for the same reasons as `open_dialogues`.
+    Raises ValueError if the source lacks one of the groups, or for the same reasons as `open_dialogues`.
     """
     corpus = find_corpus(source)
     for group in groups or ():
@@ -172,7 +172,7 @@ def _prompt(dialogue: Dialogue) -> Prompt | None:
 
 
 def _resolve(source: str, path: str | None) -> tuple[Path | None, Corpus]:
-    """Return the local path of a source, or None, and its corpus entry (a default entry if it is not registered)."""
+    """Return the local path of a source (None if remote) and its corpus entry (a default entry if unregistered)."""
     local = Path(source if path is None else path).expanduser()
     exists = bool(source) and local.exists()
     corpus = find_corpus(source) if path is not None or not exists else None
@@ -189,7 +189,7 @@ def _resolve(source: str, path: str | None) -> tuple[Path | None, Corpus]:
 
 
 def _suggest_name(name: str) -> str:
-    """Suggest a file or a corpus whose name is similar to `name`."""
+    """Return a hint that names a file or corpus with a similar name, or an empty string."""
     path = Path(name).expanduser()
     corpora = [*CORPORA, *(corpus.hub for corpus in CORPORA.values() if corpus.hub is not None)]
     entries = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []

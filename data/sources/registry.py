@@ -26,7 +26,7 @@ class Corpus:
         use: Purpose of the corpus, "train" or "evaluate".
         prompt: Format string that builds the question from columns, if no column contains it.
         groups: Categories of the prompts, if they are fixed.
-        every_turn: Whether to evaluate every question of a conversation, and not only the first.
+        every_turn: Whether to evaluate every question of a conversation, not only the first one.
         adapter: Function that converts rows with these columns. Other rows are converted by `read_dialogue`.
     """
 
@@ -61,7 +61,7 @@ class Corpus:
 
 
 def find_corpus(name: str) -> Corpus | None:
-    """Find a corpus by name or hub id, ignoring case and treating _ as -. Return None if it is not registered."""
+    """Find a corpus by name or hub id, ignoring case and treating _ as -; None if it is not registered."""
 
     def normalize(name: str) -> str:
         return name.lower().replace("_", "-")
