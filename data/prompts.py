@@ -141,6 +141,6 @@ def end_ids(tokenizer: Any, template: Template, generation_config: Any, stop: Se
     for text in stop:
         ids = tokenizer(text, add_special_tokens=False).input_ids
         if len(ids) != 1:
-            raise ValueError(f"texts of `stop` must be one token, but {text!r} has {len(ids)}")
+            raise ValueError(f"each string in `stop` must be a single token, but {text!r} has {len(ids)}")
         ends.update(ids)
     return tuple(sorted(int(token) for token in ends - {None}))

@@ -111,7 +111,7 @@ class Store(AbstractContextManager["Store"]):
 
     def add(self, name: str, key: str, turns: Sequence[Turn], finishes: Sequence[str], cut: str = "") -> None:
         """Append a conversation, the finish reason of each answer, and the reason for missing turns (`cut`)."""
-        assert key not in self, f"{key} is already written"
+        assert key not in self, f"{key} is already in the store"
         messages = [{"role": turn.role, "content": turn.text} for turn in turns]
         row = {"id": name, "key": key, "messages": messages, "finish": list(finishes)} | ({"cut": cut} if cut else {})
         append_line(self._file, _encode_row(row))

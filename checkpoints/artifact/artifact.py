@@ -58,8 +58,8 @@ def save_artifact(
     )
     with atomic_dir(out) as unfinished:
         write(unfinished)
-        assert any(unfinished.iterdir()), "write left no files"
-        assert not (unfinished / MANIFEST_FILE).exists(), f"{MANIFEST_FILE} is written here, not by `write`"
+        assert any(unfinished.iterdir()), "`write` created no files"
+        assert not (unfinished / MANIFEST_FILE).exists(), f"`write` must not create {MANIFEST_FILE}"
         if card is None:
             from .card import model_card  # not needed for loading artifacts
 
@@ -75,16 +75,16 @@ def load_manifest(directory: Path, kind: str | None = None) -> Manifest:
     """Load the manifest of an artifact. Raises ValueError if it is missing, invalid or of a different kind."""
     manifest = _read_manifest(directory)
     if kind is not None and manifest.kind != kind:
-        raise ValueError(f"{directory} holds an artifact of kind {manifest.kind!r}, expected {kind!r}")
+        raise ValueError(f"{directory} contains an artifact of kind {manifest.kind!r}, expected {kind!r}")
     if kind is not None and manifest.export is not None and not manifest.export["native"]:
-        raise ValueError(f"{directory} is an export ({manifest.export['format']}): pass its {kind} artifact")
+        raise ValueError(f"{directory} is an export ({manifest.export['format']}): pass the exported {kind} artifact")
     return manifest
 
 
 def _read_manifest(directory: Path) -> Manifest:
     path = directory / MANIFEST_FILE
     if not directory.is_dir():
-        raise ValueError(f"there is no artifact at {directory}: no such folder")
+        raise ValueError(f"{directory} is not an artifact: the folder does not exist")
     try:
         return Manifest.from_json(read_text(path))
     except FileNotFoundError as error:
@@ -118,7 +118,7 @@ def file_faults(directory: Path, manifest: Manifest) -> list[str]:
     if missing := sorted(listed - present):
         faults.append(f"{directory} lacks {', '.join(missing)}, which its {MANIFEST_FILE} lists")
     if extra := sorted(present - listed):
-        faults.append(f"{directory} holds {', '.join(extra)}, which its {MANIFEST_FILE} does not list")
+        faults.append(f"{directory} contains {', '.join(extra)}, which its {MANIFEST_FILE} does not list")
     for name, entry in manifest.files.items():
         if name in present:
             fault = _content_fault(directory / name, entry)
@@ -150,7 +150,7 @@ def check_target(manifest: Manifest, *, vocab_size: int, tokenizer_fingerprint: 
         raise ValueError(f"{name} has a vocabulary of {manifest.vocab_size} tokens, but the target has {vocab_size}")
     stored, expected = manifest.tokenizer_fingerprint, tokenizer_fingerprint
     if stored is not None and expected is not None and stored != expected:
-        raise ValueError(f"{name} has another tokenizer than the target: {stored[:16]}…, expected {expected[:16]}…")
+        raise ValueError(f"{name} has tokenizer fingerprint {stored[:16]}…, but the target has {expected[:16]}…")
 
 
 def check_new(out: Path) -> None:
@@ -171,6 +171,6 @@ def _hash_all(directory: Path) -> dict[str, dict[str, Any]]:
     entries = {}
     for name in files_of(directory):
         if (wrong := name_fault(name)) is not None:
-            raise ValueError(f"{name} cannot be a file of an artifact: {wrong}")
+            raise ValueError(f"{name} is not a valid file name in an artifact: {wrong}")
         entries[name] = file_entry(directory / name)
     return entries

@@ -127,8 +127,8 @@ def export_artifact(
             chosen.write(source, folder, options)
             findings.extend(chosen.compare(source, folder, options))
         if load_manifest(artifact).files != known.files:
-            raise ValueError(f"{artifact} was replaced by another artifact while it was exported: export it again")
-        assert findings, f"{form} compares nothing"
+            raise ValueError(f"{artifact} was replaced by another artifact during the export: export it again")
+        assert findings, f"format {form} compared nothing with the artifact"
         serving = _serving_text(source, folder, chosen, options, out.name, findings)
         (folder / SERVING_FILE).write_text(serving, encoding="utf-8")
 
@@ -144,7 +144,7 @@ def export_artifact(
 def check_same_tensors(tensors: dict[str, Tensor], expected: dict[str, Tensor], folder: Path) -> None:
     """Raise ValueError if two sets of tensors differ in names, dtypes or values. Messages include `folder`."""
     if names := sorted(set(tensors) ^ set(expected)):
-        raise ValueError(f"the tensors in {folder} are not those of the artifact: {', '.join(names[:3])}")
+        raise ValueError(f"{folder} and the artifact have different tensors: {', '.join(names[:3])}")
     for name, tensor in expected.items():
         if tensors[name].dtype != tensor.dtype or not torch.equal(tensors[name], tensor):
             raise ValueError(f"tensor {name} in {folder} differs from the artifact's")
@@ -153,12 +153,12 @@ def check_same_tensors(tensors: dict[str, Tensor], expected: dict[str, Tensor], 
 def _check_request(source: Source, chosen: Format, options: ExportOptions, formats: Mapping[str, Format]) -> None:
     if source.manifest.export is not None:
         form = source.manifest.export["format"]
-        raise ValueError(f"{source.folder} is already an export ({form}): pass the artifact that it was made from")
+        raise ValueError(f"{source.folder} is already an export ({form}): pass the original artifact")
     kind = source.manifest.kind
     if kind != chosen.kind:
         fitting = sorted(name for name, other in formats.items() if other.kind == kind)
         raise ValueError(
-            f"format {chosen.name} takes artifacts of kind {chosen.kind!r}, but {source.folder} is of kind {kind!r}; "
+            f"format {chosen.name} exports artifacts of kind {chosen.kind!r}, but {source.folder} is of kind {kind!r}; "
             f"formats for {kind!r}: {', '.join(fitting) or 'none'}"
         )
     if unused := [name for name in options.changed_options() if name not in chosen.options]:
@@ -171,7 +171,7 @@ def _check_out(out: Path, source: Source, chosen: Format) -> None:
     check_writable(out, folder=True)
     artifact = source.folder.resolve()
     if artifact in (out.resolve(), *out.resolve().parents):
-        raise ValueError(f"{out} is the artifact itself or a folder in it: choose another folder for the export")
+        raise ValueError(f"{out} is the artifact or a folder within it: choose another folder for the export")
     if (out / MANIFEST_FILE).is_file():
         manifest = load_manifest(out)
         content = (

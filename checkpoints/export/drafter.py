@@ -86,9 +86,9 @@ def write_whole(source: Source, folder: Path) -> None:
     """Write the model with its adapter merged. Raises ValueError for custom code or unsupported weight files."""
     for name in source.manifest.files:
         if Path(name).suffix == ".py":
-            raise ValueError(f"{source.folder / name} is custom code of the model, which cannot be exported")
+            raise ValueError(f"{source.folder / name} is custom model code, which cannot be exported")
         if Path(name).suffix in _OTHER_WEIGHTS:
-            raise ValueError(f"{source.folder / name} holds weights besides the safetensors files: remove it")
+            raise ValueError(f"{source.folder / name} contains weights that are not in safetensors format: remove it")
     names = [name for name in source.manifest.files if name not in _OURS]
     if is_adapter(source.folder):
         load_drafter(source.folder).save_pretrained(folder)
@@ -137,7 +137,7 @@ def _compare_logits(source: Source, written: Any, folder: Path) -> Iterator[str]
     tokens = f"logits of {original_BTV.shape[0] * original_BTV.shape[1]} random tokens"
     if (ids_R := draft_tokens_of(source)) is not None:
         if not torch.isin(written_BTV.argmax(-1), ids_R).all():
-            raise ValueError(f"{folder} drafts tokens outside the {len(ids_R)} of the artifact's draft vocabulary")
+            raise ValueError(f"{folder} drafts tokens outside the artifact's draft vocabulary ({len(ids_R)} tokens)")
         yield f"the most probable token of {tokens} is always in the draft vocabulary of {len(ids_R):,} tokens"
         original_BTV, written_BTV = original_BTV[..., ids_R], written_BTV[..., ids_R]
     if torch.equal(original_BTV, written_BTV):
@@ -145,8 +145,8 @@ def _compare_logits(source: Source, written: Any, folder: Path) -> Iterator[str]
         return
     difference = ((original_BTV - written_BTV).abs().max() / original_BTV.abs().max()).item()
     if type(original) is type(written) or not difference <= _TOLERANCE[written.dtype]:
-        raise ValueError(f"logits of {folder} differ from the artifact's by {difference:.1e} relative to the largest")
-    yield f"{tokens} equal those with the adapter unmerged, to within {difference:.1e} of the largest"
+        raise ValueError(f"logits of {folder} differ from the artifact's by up to {difference:.1e} (relative)")
+    yield f"{tokens} differ from those before merging by at most {difference:.1e} (relative to the largest)"
 
 
 def _write_assistant(source: Source, folder: Path, options: ExportOptions) -> None:
@@ -171,7 +171,7 @@ def _compare_assistant(source: Source, folder: Path, options: ExportOptions) -> 
 ASSISTANT = Format(
     "transformers",
     "drafter",
-    "Assistant for assisted generation, with its settings in generation_config.json",
+    "Draft model for assisted generation, with settings in generation_config.json",
     "transformers ≥ 5",
     _write_assistant,
     _compare_assistant,

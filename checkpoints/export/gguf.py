@@ -60,7 +60,7 @@ def _write(source: Source, folder: Path, options: ExportOptions) -> None:
             (model / _PIECES).symlink_to(pieces)
     config = load_config(model)
     if config.model_type.startswith("gemma") and draft_tokens_of(source) is not None:
-        raise ValueError(f"llama.cpp supports no draft vocabulary for Gemma: {source.folder / DRAFT_VOCABULARY}")
+        raise ValueError(f"llama.cpp does not support a draft vocabulary for Gemma: {source.folder / DRAFT_VOCABULARY}")
     renamed = _RENAMED[config.model_type](config) if config.model_type in _RENAMED else {}
     _convert(source, converter, model, folder / GGUF_FILE, split_by=model, renamed=renamed)
     shutil.rmtree(folder / _UNFINISHED)
@@ -148,7 +148,7 @@ def _compare(source: Source, folder: Path, options: ExportOptions) -> list[str]:
     tensors = {tensor.name: tensor for tensor in written.tensors}
     if other := {tensor.tensor_type.name for tensor in written.tensors} - set(_TYPES):
         raise ValueError(f"{path} contains tensors of type {', '.join(other)}, expected one of {', '.join(_TYPES)}")
-    lines = [f"GGUF of version {version}: {tokens:,} tokens, {len(tensors)} tensors"]
+    lines = [f"GGUF version {version}: {tokens:,} tokens, {len(tensors)} tensors"]
     if config.model_type in _DECODERS:
         try:
             # GGUF stores Mistral models as Llama, so the configuration in the file is used
@@ -164,9 +164,9 @@ def _compare(source: Source, folder: Path, options: ExportOptions) -> list[str]:
         stored = dequantize(tensors[_EMBEDDING].data, tensors[_EMBEDDING].tensor_type)
         embedding = model.get_input_embeddings().weight.float()
         check_same_tensors({_EMBEDDING: torch.from_numpy(stored)}, {_EMBEDDING: embedding}, path)
-        lines.append(f"the token embedding is identical (other tensors of type {config.model_type} are not compared)")
+        lines.append(f"the token embedding is identical (other tensors are not compared for {config.model_type})")
     target = _known_target(source, options)
-    return [*lines, f"all tokens equal those of {target}" if target else "not compared: the tokens of the target"]
+    return [*lines, f"all tokens equal those of {target}" if target else "tokens not compared with the target"]
 
 
 def _values(source: Source, folder: Path, options: ExportOptions) -> dict[str, Any]:
@@ -181,7 +181,7 @@ GGUF = Format(
     "gguf",
     "drafter",
     "GGUF file written by llama.cpp's converter",
-    "llama.cpp of the converter's version or later (run with commit 0c1e57098)",
+    "llama.cpp, same version as the converter or later (tested with commit 0c1e57098)",
     _write,
     _compare,
     _values,
@@ -191,7 +191,7 @@ GGUF = Format(
 
 def _write_heads(source: Source, folder: Path, options: ExportOptions) -> None:
     converter, model = _converter(options), folder / _UNFINISHED
-    target = find_folder(needed_target(source, options, "the file contains its tokenizer"), [CONFIG_FILE])
+    target = find_folder(needed_target(source, options, "the file must contain the target's tokenizer"), [CONFIG_FILE])
     model.mkdir()
     save_eagle(eagle_of(source), model)
     _convert(source, converter, model, folder / GGUF_FILE, target, {}, "--target-model-dir", str(target))
@@ -208,10 +208,10 @@ def _compare_heads(source: Source, folder: Path, options: ExportOptions) -> list
     if layers != list(heads.layers):
         raise ValueError(f"{path}: eagle3.target_layers must be {list(heads.layers)}, got {layers}")
     tensors = {tensor.name: tensor for tensor in written.tensors}
-    lines = [f"the layers of the target are {', '.join(map(str, heads.layers))}"]
+    lines = [f"the target layers are {', '.join(map(str, heads.layers))}"]
     if heads.proposed is not None:
         if "d2t" not in tensors or tensors["d2t"].data.tolist() != heads.proposed.tolist():
-            raise ValueError(f"{path} has another draft vocabulary than the artifact")
+            raise ValueError(f"the draft vocabulary in {path} differs from the artifact's")
         lines.append(f"the draft vocabulary of {len(heads.proposed):,} tokens is identical")
     expected = {gguf_name: state[tensor_name] for gguf_name, tensor_name in _HEADS.items()}
     if heads.own_head is not None:
@@ -245,7 +245,7 @@ EAGLE_GGUF = Format(
     "eagle3-gguf",
     "heads",
     "EAGLE-3 heads as a GGUF file written by llama.cpp's converter",
-    "llama.cpp with --spec-type draft-eagle3 (run with b11434)",
+    "llama.cpp with --spec-type draft-eagle3 (tested with b11434)",
     _write_heads,
     _compare_heads,
     lambda source, folder, options: _values(source, folder, options) | {"tokens": steps_of(source, options)},

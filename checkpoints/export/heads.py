@@ -31,7 +31,7 @@ def _load(source: Source, options: ExportOptions) -> PredictionHeads:
     """Load the heads with their output projections. Raises ValueError if serving engines do not support them."""
     heads = load_heads(source.folder).propose(None)  # engines compute the logits of all tokens
     if heads.states != "after-norm":
-        raise ValueError(f"{source.folder} has heads for pre-norm hidden states: train with `states: after-norm`")
+        raise ValueError(f"{source.folder}: the heads use pre-norm hidden states: train with `states: after-norm`")
     if heads.scale != 1:
         raise ValueError(f"{source.folder} has heads of scale {heads.scale:g}: engines require scale 1")
     if heads.projection_kind == "target":
@@ -77,7 +77,7 @@ def _compare(source: Source, folder: Path, options: ExportOptions) -> list[str]:
     if stored != (sizes := _sizes(heads, source)):
         raise ValueError(f"{folder / CONFIG_FILE} has the sizes {stored}, expected {sizes}")
     notes = {"target": " and the target's projection", "low-rank": ", with factors multiplied", "own": ""}
-    line = f"all {len(written)} tensors are identical to the heads'{notes[heads.projection_kind]}"
+    line = f"all {len(written)} tensors are identical to those of the heads{notes[heads.projection_kind]}"
     return [f"{line}; the config has the same sizes", *compare_copy(_target_name(source, options), folder)]
 
 
@@ -90,7 +90,7 @@ def _values(source: Source, folder: Path, options: ExportOptions) -> dict[str, A
 MEDUSA = Format(
     "medusa",
     "heads",
-    "Medusa heads of version 1, each with its own projection",
+    "Medusa-1 heads, each with its own output projection",
     "TGI ≥ 2.0, TensorRT-LLM ≥ 0.11, vLLM 0.25 to 0.32",
     _write,
     _compare,

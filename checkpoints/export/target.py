@@ -42,7 +42,7 @@ def load_tokenizer(source: str) -> Any:
         return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
         reason = first_line(error)
-        raise ValueError(f"the tokenizer of {source} cannot be read: {reason}; see --target") from error
+        raise ValueError(f"the tokenizer of {source} cannot be read: {reason}; check --target") from error
 
 
 def compare_tokenizers(artifact: Path, folder: Path) -> list[str]:
@@ -94,7 +94,7 @@ def compare_copy(target: str, folder: Path) -> list[str]:
     """Compare a copied tokenizer with the target's, and return a line that describes the result."""
     source = _find_tokenizer(target)
     if source is None:
-        return [f"not compared: the tokenizer of the target {target}, which is not available"]
+        return [f"tokenizer not compared with the target's, because {target} is not available"]
     return [f"compared with the target, {line}" for line in compare_tokenizers(source, folder)]
 
 

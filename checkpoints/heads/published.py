@@ -60,7 +60,7 @@ def read_published(
         raise ValueError(f"{directory / CONFIG_FILE}: transformer_layer_config must be a mapping, got {inner!r}")
     stored = _tensors(directory, unpickle)
     if strange := [name for name in stored for part in _STRANGE if part in name]:
-        raise ValueError(f"{directory}: {strange[0]} is not supported: EAGLE-3 heads must be one Llama layer")
+        raise ValueError(f"{directory}: {strange[0]} is not supported: EAGLE-3 heads must have exactly one Llama layer")
     sizes = LlamaConfig(**{name: value for name, value in inner.items() if name not in ("architectures", "dtype")})
     sizes.num_hidden_layers, sizes.tie_word_embeddings = 1, False
     setattr(sizes, NORMED, bool(config.get(NORMED, SPECULATORS in config)))

@@ -20,7 +20,7 @@ LLAMA_CPP_SIZES = 128
 """Maximum difference of vocabulary sizes that llama.cpp accepts."""
 LLAMA_CPP_FIRST = 5
 """First token id whose text llama.cpp compares."""
-_OTHER = "the artifact's manifest has the fingerprint of another tokenizer"
+_OTHER = "the artifact's manifest has the fingerprint of a different tokenizer"
 _SHOWN = 3
 _TEXTS = (
     *("Hello, world!", "def f(x):\n    return  x\n\n\tif  x :\n        pass  ", "1234567890 3.14 -2e10 1,000"),
@@ -35,8 +35,8 @@ _CHAT = (
     {"role": "assistant", "content": "A guess."},
     {"role": "user", "content": "And then?"},
 )
-_LEARNED = "prompts use the target's tokenizer; a drafter trained with another one has a lower acceptance rate"
-_TEMPLATE = "prompts use the target's chat template; a drafter trained with another one accepts less in chats"
+_LEARNED = "prompts use the target's tokenizer; a drafter trained with a different one has a lower acceptance rate"
+_TEMPLATE = "prompts use the target's chat template; if the drafter was trained with its own, fewer tokens are accepted"
 
 
 def examine(target: ModelInfo, drafter: ModelInfo) -> Diagnosis:
@@ -82,10 +82,10 @@ def _check_kind(target: ModelInfo, drafter: ModelInfo) -> Iterator[Finding]:
     kinds = _describe_both(lambda model: names[bool(model.config.is_encoder_decoder)], target, drafter)
     if kinds[0] != kinds[1]:
         effects = refuse("both must be decoders, or both encoder-decoders")
-        yield Finding("kind of model", "target and drafter are of different kinds", *kinds, effects)
+        yield Finding("kind of model", "target and drafter are different kinds of models", *kinds, effects)
     elif kinds[0] == names[True]:
         effects = refuse("encoder-decoders are not supported as drafters", "vllm", "sglang", "llama.cpp")
-        yield Finding("kind of model", "few engines draft with encoder-decoders", *kinds, effects)
+        yield Finding("kind of model", "few engines support encoder-decoders as drafters", *kinds, effects)
 
 
 def _check_family(target: ModelInfo, drafter: ModelInfo) -> Iterator[Finding]:
@@ -95,14 +95,14 @@ def _check_family(target: ModelInfo, drafter: ModelInfo) -> Iterator[Finding]:
         if fault := family_fault(model.config):
             effects = refuse(fault, "draftsmith")
         elif model.config.model_type == "mpt":
-            effects = degrade("only methods that draft chains work with MPT's positions (ALiBi)", "draftsmith")
+            effects = degrade("MPT's ALiBi positions support chain drafts only, not token trees", "draftsmith")
         if is_stateful(model.config):
             effects |= refuse("assisted generation is not supported with stateful models", "transformers")
         elif model is target and model.generation.use_cache is False:
             effects |= refuse("assisted generation requires `use_cache: true` for the target", "transformers")
         if effects:
             of_target, of_drafter = (model.config.model_type if model is each else "" for each in (target, drafter))
-            yield Finding("family", f"not all engines support the type of the {name}", of_target, of_drafter, effects)
+            yield Finding("family", f"not all engines support the {name}'s model type", of_target, of_drafter, effects)
 
 
 def _check_sizes(target: ModelInfo, drafter: ModelInfo) -> Iterator[Finding]:
@@ -112,7 +112,7 @@ def _check_sizes(target: ModelInfo, drafter: ModelInfo) -> Iterator[Finding]:
     effects = refuse(f"{same}, unless `tokenizer` and `assistant_tokenizer` are passed", "transformers")
     effects |= refuse(f"{same} (or `use_heterogeneous_vocab`, which drafts greedily)", "vllm")
     effects |= refuse(same, "sglang")
-    effects |= refuse(f"{same}; only `speculative` re-encodes drafts as text", "draftsmith")
+    effects |= refuse(f"{same}, except with `speculative`, which re-encodes drafts as text", "draftsmith")
     if (gap := abs(target.vocab_size - drafter.vocab_size)) > LLAMA_CPP_SIZES:
         effects |= refuse(f"sizes may differ by at most {LLAMA_CPP_SIZES}, but differ by {gap:,}", "llama.cpp")
     sizes = _describe_both(lambda model: f"{model.vocab_size:,} ({len(model.vocab):,} tokens)", target, drafter)
@@ -137,7 +137,7 @@ def _weights_of(model: ModelInfo, name: str) -> Iterator[tuple[str, str, str, di
     if wrong:
         value = f"{', '.join(wrong)} rows, vocab_size {model.vocab_size:,}"
         effects = refuse(f"the {name} cannot be loaded")
-        yield "rows", f"the weights and the configuration of the {name} disagree", value, effects
+        yield "rows", f"the weights of the {name} do not match its configuration", value, effects
     if (
         model.manifest is not None
         and find_local(model.source)
@@ -172,7 +172,7 @@ def _check_tokens(target: ModelInfo, drafter: ModelInfo) -> Iterator[Finding]:
     )
     if not differing:
         return
-    lossy = "drafts with such ids are rejected; the output stays lossless"
+    lossy = "drafts with these ids are rejected, and the output stays lossless"
     effects = degrade(f"only sizes are compared: {lossy}", "transformers", "vllm", "draftsmith")
     effects |= refuse("both tokenizers must have the same vocabulary (`get_vocab()`)", "sglang")
     if has_other_fingerprint(target, drafter):
@@ -198,10 +198,10 @@ def _check_special_ids(target: ModelInfo, drafter: ModelInfo) -> Iterator[Findin
     for name in ("bos", "eos"):
         of_target, of_drafter = (str(getattr(model.tokenizer, f"{name}_token_id")) for model in (target, drafter))
         if of_target != of_drafter:
-            reason = f"engines use the target's {name}; a drafter trained with another one drafts that"
+            reason = f"engines use the target's {name} token, but the drafter may draft its own"
             effects = degrade(reason, "transformers", "vllm", "sglang", "draftsmith")
             if name in (*_added_ends(target.tokenizer), *_added_ends(drafter.tokenizer)):
-                effects |= refuse(f"the {name} added to texts must be the same", "llama.cpp")
+                effects |= refuse(f"both tokenizers must add the same {name} token", "llama.cpp")
             yield Finding("special ids", f"the {name} tokens differ", of_target, of_drafter, effects)
 
 
@@ -246,7 +246,7 @@ def _shorten(value: str) -> str:
 def _check_added_ends(target: ModelInfo, drafter: ModelInfo) -> Iterator[Finding]:
     of_target, of_drafter = (_added_ends(model.tokenizer) for model in (target, drafter))
     if of_target != of_drafter:
-        effects = degrade(_LEARNED) | refuse("both must add BOS or neither, and the same for EOS", "llama.cpp")
+        effects = degrade(_LEARNED) | refuse("both tokenizers must add BOS, or neither; likewise for EOS", "llama.cpp")
         values = _describe_both(lambda model: "adds " + (" and ".join(model) or "nothing"), of_target, of_drafter)
         yield Finding("bos and eos around a text", "the tokenizers add different tokens", *values, effects)
 
@@ -285,8 +285,8 @@ def _check_context(target: ModelInfo, drafter: ModelInfo) -> Iterator[Finding]:
         effects |= degrade(f"texts longer than {min(limits):,} tokens, including drafts, are rejected", "draftsmith")
     if effects:
         values = _describe_both(lambda model: f"positions: {model.positions}, window: {model.window}", target, drafter)
-        early = "texts are limited by a sliding window or by LongRoPE's change of factors"
-        yield Finding("context length", early if ends_early else "the drafter's is shorter", *values, effects)
+        early = "a sliding window or LongRoPE's change of factors limits the length of texts"
+        yield Finding("context length", early if ends_early else "the drafter's context is shorter", *values, effects)
 
 
 def _is_shorter(drafter: int | None, target: int | None) -> bool:

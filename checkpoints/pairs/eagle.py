@@ -79,7 +79,7 @@ def _form(config: Config, folder: Path, stored: Mapping[str, Any]) -> Iterator[F
         yield Finding("form", "the tensors have unknown names", "", value, refuse(reason, "draftsmith"))
     if _layer_settings(config).get("tie_word_embeddings", SPECULATORS not in config):
         effects = degrade("the embeddings are used as the output layer: set tie_word_embeddings: false", "sglang")
-        yield Finding("tied", "the config ties the embeddings, or leaves it to defaults", "", "true", effects)
+        yield Finding("tied", "the config ties the embeddings, explicitly or by default", "", "true", effects)
     if config.get(NORMED, SPECULATORS in config):
         effects = degrade(f"{NORMED} is not supported, so the residual stream differs", "sglang")
         yield Finding("norm", "the residual stream starts after the norm", "", f"{NORMED}: true", effects)
@@ -100,7 +100,7 @@ def _layers(config: Config, trained: list[int], target: ModelInfo) -> Iterator[F
             effects |= degrade(f"it reads layers {', '.join(map(str, layers))}, so the acceptance rate is low", name)
         if LAYER_IDS not in config:
             effects |= refuse(f"the config has no {LAYER_IDS}: use `draftsmith import`", "draftsmith")
-        problem = "engines read other layers from the config than the heads were trained on"
+        problem = "not all engines read the layers that the heads were trained on"
         of_engine, of_heads = (", ".join(map(str, layers)) for layers in (next(iter(wrong.values())), trained))
         yield Finding("layers", problem, of_engine, of_heads, effects)
 
@@ -109,7 +109,7 @@ def _sizes(config: Config, target: ModelInfo) -> Iterator[Finding]:
     for name in ("hidden_size", "vocab_size"):
         of_target, of_heads = getattr(target.config, name), _layer_settings(config).get(name)
         if of_target != of_heads:
-            reason = "the heads were trained for another target"
+            reason = "the heads were trained for a different target"
             yield Finding(name, reason, str(of_target), str(of_heads), refuse(reason, *READERS))
     of_target, of_heads = rotary_base(vars(target.config)), rotary_base(_layer_settings(config))
     if of_target != of_heads:
@@ -137,9 +137,9 @@ def _vocabulary(config: Config, stored: Mapping[str, Any], target: ModelInfo) ->
     known = [number for number, is_draft in enumerate(stored["t2d"].tolist()) if is_draft] if "t2d" in stored else None
     try:
         check_tokens(ids_R, target.vocab_size)
-        wrong = "" if known in (None, ids_R.tolist()) else "t2d lists other tokens"
+        wrong = "" if known in (None, ids_R.tolist()) else "t2d lists different tokens"
     except ValueError as error:
         wrong = str(error)
     if wrong:
-        effects = degrade("it drafts other tokens than it was trained on", *READERS)
-        yield Finding("draft vocabulary", f"{TOKENS} does not contain offsets of the ids", "", wrong, effects)
+        effects = degrade("it drafts tokens that it was not trained on", *READERS)
+        yield Finding("draft vocabulary", f"{TOKENS} is not valid", "", wrong, effects)

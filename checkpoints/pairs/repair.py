@@ -91,10 +91,10 @@ def _load_model(drafter: ModelInfo, rows: int) -> Any:
 def _match_rows(target: ModelInfo, drafter: ModelInfo) -> tuple[list[int | None], list[int], int]:
     """Return the drafter's row (or None) for each target row, the drafter's rows with a token, and its row count."""
     if target.tokenizer is None or drafter.tokenizer is None:
-        raise ValueError(f"{target.source} and {drafter.source} must both have a tokenizer to match rows by")
+        raise ValueError(f"{target.source} and {drafter.source} must both have a tokenizer for matching rows")
     made_with = drafter.manifest.tokenizer_fingerprint if drafter.manifest else None
     if made_with not in (None, tokenizer_fingerprint(drafter.tokenizer)):
-        raise ValueError(f"{drafter.folder / MANIFEST_FILE} has the fingerprint of another tokenizer")
+        raise ValueError(f"{drafter.folder / MANIFEST_FILE} has the fingerprint of a different tokenizer")
     target_ids, drafter_ids = target.vocab, drafter.vocab
     if unknown := drafter_ids.keys() - target_ids.keys():
         some = ", ".join(map(repr, sorted(unknown)[:3]))

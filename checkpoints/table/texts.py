@@ -84,7 +84,7 @@ class TextStore:
             tensors = load_file(path)
             ids_T, places_N = tensors["ids"], tensors["places"]
         except (KeyError, *UNREADABLE) as error:
-            raise ValueError(f"{path} contains no texts: {first_line(error)}") from error
+            raise ValueError(f"{path} is not a datastore: {first_line(error)}") from error
         ranges = (("ids", ids_T, _BETWEEN, vocab_size - 1), ("places", places_N, CONTEXT, len(ids_T) - 1 - CONTEXT))
         for name, array, least, most in ranges:
             if array.dtype != np.int32 or array.ndim != 1:

@@ -259,7 +259,7 @@ def base_of(folder: Path) -> str:
     if base is None or Path(base).resolve() == folder.resolve():
         raise ValueError(f"base_model_name_or_path in {path} must be the adapter's base model, got {base!r}")
     if is_adapter(Path(base)):
-        raise ValueError(f"{path} refers to {base!r}, which is itself an adapter: merge that one into its model")
+        raise ValueError(f"{path} refers to {base!r}, which is itself an adapter: merge it into its base model")
     return base
 
 

@@ -48,7 +48,7 @@ class Batch(NamedTuple):
 def pack_best_fit(lengths: Sequence[int], block_tokens: int) -> list[list[int]]:
     """Pack documents into blocks with best-fit decreasing bin packing; return the document indices of each block."""
     if lengths and max(lengths) > block_tokens:
-        raise ValueError(f"a document has {max(lengths)} tokens, but a block only {block_tokens}")
+        raise ValueError(f"a document has {max(lengths)} tokens, but a block has only {block_tokens}")
     blocks: list[list[int]] = []
     open_by_space: list[list[int]] = [[] for _ in range(block_tokens + 1)]
     spaces = 0  # Bit r is set if a block with r free tokens exists, so that bit operations find the best fit.

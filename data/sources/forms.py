@@ -205,7 +205,7 @@ def _notes(messages: Any) -> tuple[str, ...]:
     for message in messages if isinstance(messages, list) else ():
         for key, value in message.items() if isinstance(message, Mapping) else ():
             if key in _LEARNED and value not in (0, 1, None):
-                notes[f"`{key}` of messages is neither 0 nor 1, taken as 1"] = None
+                notes[f"`{key}` of messages is neither 0 nor 1, treated as 1"] = None
             elif key in THOUGHT_KEYS and value:
                 notes["reasoning converted to <think>"] = None
             elif key not in _KEYS and value not in (None, "", [], {}):

@@ -72,7 +72,7 @@ def find_corpus(name: str) -> Corpus | None:
 
 def _text(row: Row, column: str, value: Any) -> str:
     if not isinstance(value, str):
-        raise ValueError(f"{row.location}: `{column}` must be a text, found {type(value).__name__}")
+        raise ValueError(f"{row.location}: `{column}` must be a string, found {type(value).__name__}")
     return value
 
 
@@ -91,7 +91,7 @@ def _summary(corpus: Corpus, row: Row) -> Dialogue:
 def _translation(corpus: Corpus, row: Row) -> Dialogue:
     pair = row.value["translation"]
     if not isinstance(pair, Mapping):
-        raise ValueError(f"{row.location}: `translation` must be {{de, en}}, found {type(pair).__name__}")
+        raise ValueError(f"{row.location}: `translation` must be an object {{de, en}}, found {type(pair).__name__}")
     texts = {name: _text(row, f"translation.{name}", pair.get(name)) for name in ("de", "en")}
     asked_for = "en" if "{de}" in corpus.prompt else "de"
     return _question(row, corpus.prompt.format(**texts), texts[asked_for])

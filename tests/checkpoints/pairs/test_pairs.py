@@ -261,7 +261,7 @@ def test_a_manifest_with_another_tokenizer(target: Path, drafter: Path) -> None:
     diagnosis = look(target, artifact)
     assert checks(diagnosis) == {"fingerprint"}
     assert outcomes(diagnosis, "refused") == {"draftsmith"}
-    with pytest.raises(ValueError, match="another tokenizer"):
+    with pytest.raises(ValueError, match="different tokenizer"):
         mend(target, artifact)
 
 

@@ -45,7 +45,7 @@ def test_correct_artifacts_have_no_faults(tmp_path: Path, make_llama: Make) -> N
         assert faults == []
         assert manifest == verify_artifact(tmp_path / name)
     assert find_faults(tmp_path / "table", "heads")[1] == [
-        f"{tmp_path / 'table'} holds an artifact of kind 'table', expected 'heads'"
+        f"{tmp_path / 'table'} contains an artifact of kind 'table', expected 'heads'"
     ]
 
 
@@ -64,7 +64,7 @@ def test_every_fault_is_reported(tmp_path: Path) -> None:
     (out / ".hidden").write_text("what a hub adds")
     wanted = [
         "lacks gone",
-        "holds deep/extra",
+        "contains deep/extra",
         "flipped has SHA-256",
         "longer has 18 bytes",
     ]

@@ -113,7 +113,7 @@ def test_answers_of_weight_0_are_context(key: str, form: tuple[str, str], bpe: A
     (found,) = read_conversations(jsonl(tmp_path / "rows.jsonl", row), report=report)
     assert report.changed == {
         "answers kept as context": 1,
-        f"`{key}` of messages is neither 0 nor 1, taken as 1": 1,
+        f"`{key}` of messages is neither 0 nor 1, treated as 1": 1,
         **dict.fromkeys((f"ignored key `{name}` of messages" for name in ("name", "mask")), 1),
     }
     template = get_template("chatml")

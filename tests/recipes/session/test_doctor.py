@@ -101,7 +101,7 @@ def test_a_changed_artifact_is_reported(tiny_pair: Path, tmp_path: Path, capsys:
     assert not check_pair(target, str(drafter), as_json=True)
     shown = json.loads(capsys.readouterr().out)
     (finding,) = [one for one in shown["findings"] if one["check"] == "changed files"]
-    assert "holds tokenizer.json, tokenizer_config.json, which its artifact.json does not list" in finding["drafter"]
+    assert "contains tokenizer.json, tokenizer_config.json, which its artifact.json does not list" in finding["drafter"]
     assert {name for name, one in shown["verdicts"].items() if one["outcome"] == "refused"} == {"draftsmith"}
     assert check_pair(str(drafter), str(tiny_pair / "drafter"), as_json=True), "a target is taken as it is"
     assert "files of the target differ from its artifact.json" in capsys.readouterr().out

@@ -49,5 +49,5 @@ def test_the_doctor_verifies_an_artifact(tiny_pair: Path, tmp_path: Path) -> Non
     bad = draftsmith("doctor", tmp_path / "table")
     assert bad.exit_code == 1
     assert bad.stdout.count("fault:") == 2
-    for part in ("lacks table.safetensors", "holds extra"):
+    for part in ("lacks table.safetensors", "contains extra"):
         assert part in bad.stdout

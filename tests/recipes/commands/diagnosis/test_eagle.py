@@ -143,7 +143,7 @@ FAULTS: dict[str, tuple[Change | None, Callable[[Path], None] | None, dict[str, 
     "layers": (later, None, {}, ["inputs"], "layers 1, 3, 5 "),
     "norm": (normed, None, {}, ["inputs", "norm"], "opposite norm"),
     "rotary": (slower, None, {}, ["inputs", "rotary positions"], "rope_theta 10,000"),
-    "ids": (None, other_ids, {}, ["draft vocabulary"], "t2d lists other tokens"),
+    "ids": (None, other_ids, {}, ["draft vocabulary"], "t2d lists different tokens"),
     "shift": (None, None, {"behind": True}, ["inputs"], "unshifted tokens"),
     "one step": (None, None, {"steps": 1}, ["steps"], "in the second"),
 }
