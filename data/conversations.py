@@ -47,7 +47,7 @@ class ContextText(str):
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Conversation with the turns [system], user, assistant, …, assistant. Plain text is a single assistant turn."""
+    """Conversation with turns [system], user, assistant, …, assistant. Plain text is stored as one assistant turn."""
 
     id: str
     turns: tuple[Turn, ...]
@@ -102,7 +102,7 @@ class Prompt:
 
 @dataclass(slots=True)
 class CorpusReport:
-    """Row counts of a corpus, with `rows == kept + sum(dropped.values())`.
+    """Row counts of a corpus, for which `rows == kept + sum(dropped.values())`.
 
     `forms` counts rows for each row format, `dropped` counts dropped rows for each reason, and `changed` counts kept
     conversations for each kind of change.
@@ -189,7 +189,7 @@ def write_conversations(conversations: Iterable[Conversation], path: str | os.Pa
 
 @contextmanager
 def collect_rarely() -> Iterator[None]:
-    """Run the garbage collector less often within the context, which speeds up the processing of many rows."""
+    """Run the garbage collector less often within the context, to process many rows faster."""
     before = gc.get_threshold()
     gc.set_threshold(_NEW_OBJECTS, *before[1:])
     try:

@@ -18,7 +18,7 @@ _MAX_NAMES = 20
 
 @dataclass
 class SkippedPrompts:
-    """Record of skipped prompts: ids of prompts that are too long, and counts for all other reasons."""
+    """Record of skipped prompts: ids of prompts that are too long, and counts for other reasons."""
 
     too_long: list[str] = field(default_factory=list)
     skipped: Counter[str] = field(default_factory=Counter)
@@ -129,8 +129,8 @@ def _alternate_groups(source: str, prompts: Iterator[tuple[Prompt, list[int]]]) 
 def end_ids(tokenizer: Any, template: Template, generation_config: Any, stop: Sequence[str] = ()) -> tuple[int, ...]:
     """Return the ids of the tokens that end generation.
 
-    They are the tokenizer's EOS token, the EOS tokens of the generation config, the token with which the chat template
-    ends a turn, and the `stop` tokens.
+    These are the tokenizer's EOS token, the EOS tokens of the generation config, the chat template's end-of-turn token,
+    and the `stop` tokens.
 
     Raises ValueError if a string in `stop` is not a single token.
     """

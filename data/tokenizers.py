@@ -92,7 +92,7 @@ def load_tokenizer(source: str) -> Any:
 
 
 def _lacks_files(folder: Path, tokenizer: Any = None) -> bool:
-    """Check if a directory lacks the vocabulary files of `tokenizer` (if None, of all known tokenizers)."""
+    """Check if a directory lacks the vocabulary files of `tokenizer`, or of any known tokenizer if it is None."""
     known = TOKENIZER_FILES if tokenizer is None else tokenizer.vocab_files_names.values()
     names = {"tokenizer.json", "tekken.json", *known} - {"tokenizer_config.json"}
     return (tokenizer is None or bool(known)) and not any((folder / name).is_file() for name in names)
@@ -128,7 +128,7 @@ def _with_its_own_merges(tokenizer: Any, name: str, revision: str | None) -> Any
 
 
 def _scored_merges(model_file: str, vocabulary: dict[str, int]) -> list[tuple[str, str]]:
-    """Return the BPE merges of a sentencepiece model, sorted by score. Equal scores are sorted by descending length.
+    """Return the BPE merges of a sentencepiece model, sorted by score and then by descending length.
 
     Only runs of spaces have equal scores. They are merged from the left.
     """

@@ -96,7 +96,7 @@ def _read_manifest(directory: Path) -> Manifest:
 
 
 def verify_artifact(directory: Path, kind: str | None = None) -> Manifest:
-    """Check the files of an artifact against its manifest, and return it. Raises ValueError on a mismatch."""
+    """Check the files of an artifact against its manifest, and return the manifest. Raises ValueError on mismatch."""
     manifest = load_manifest(directory, kind)
     if faults := file_faults(directory, manifest):
         more = [f"and {len(faults) - _FAULTS_SHOWN} more faults"] if len(faults) > _FAULTS_SHOWN else []
@@ -154,14 +154,14 @@ def check_target(manifest: Manifest, *, vocab_size: int, tokenizer_fingerprint: 
 
 
 def check_new(out: Path) -> None:
-    """Raise ValueError if `out` is not empty or cannot be written."""
+    """Raise ValueError if `out` exists and is not empty, or is not writable."""
     check_writable(out, folder=True)
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise ValueError(f"{out} already exists and is not empty: choose another --out")
 
 
 def check_replaceable(out: Path) -> None:
-    """Raise ValueError if `out` contains files but no artifact, or cannot be written."""
+    """Raise ValueError if `out` contains files but no artifact, or is not writable."""
     check_writable(out, folder=True)
     if out.is_dir() and not (out / MANIFEST_FILE).is_file() and any(out.iterdir()):
         raise ValueError(f"{out} contains files that are not an artifact and is not overwritten: choose another folder")

@@ -103,7 +103,7 @@ def _check_types(values: dict[str, Any]) -> None:
 def to_json_safe(value: Any) -> Any:
     """Convert a value to JSON-serialisable types, and redact secrets. Raises ValueError for unsupported types.
 
-    Paths become strings, tuples and sets become lists, array scalars become numbers, non-finite numbers become null.
+    Paths become strings, tuples and sets become lists, NumPy scalars become numbers, non-finite numbers become null.
     """
     return without_secrets(_plain(value))
 

@@ -39,7 +39,7 @@ def public(value: str) -> str:
 
 
 def line(value: Any) -> str:
-    """Format a value as a single line, without secrets and unprintable characters."""
+    """Format a value as a single line, without secrets or unprintable characters."""
     return "".join(one for one in " ".join(redacted(str(value)).split()) if one.isprintable())
 
 

@@ -142,7 +142,7 @@ def export_artifact(
 
 
 def check_same_tensors(tensors: dict[str, Tensor], expected: dict[str, Tensor], folder: Path) -> None:
-    """Raise ValueError if two sets of tensors differ in names, dtypes or values. Messages include `folder`."""
+    """Raise ValueError if two sets of tensors differ in names, dtypes or values. `folder` is named in messages."""
     if names := sorted(set(tensors) ^ set(expected)):
         raise ValueError(f"{folder} and the artifact have different tensors: {', '.join(names[:3])}")
     for name, tensor in expected.items():
@@ -167,7 +167,7 @@ def _check_request(source: Source, chosen: Format, options: ExportOptions, forma
 
 
 def _check_out(out: Path, source: Source, chosen: Format) -> None:
-    """Raise ValueError if `out` is inside the artifact, or contains an artifact other than an export in this format."""
+    """Raise ValueError if `out` is in the artifact, or contains an artifact that is not an export in this format."""
     check_writable(out, folder=True)
     artifact = source.folder.resolve()
     if artifact in (out.resolve(), *out.resolve().parents):
@@ -198,5 +198,5 @@ def _serving_text(
 
 
 def _escape_json(value: str) -> str:
-    """Escape a value for use in a JSON string inside single shell quotes."""
+    """Escape a value for a JSON string that is part of a single-quoted shell argument."""
     return json.dumps(value)[1:-1].replace("'", "\\u0027")

@@ -17,7 +17,7 @@ from .target import load_tokenizer
 
 
 def eagle_of(source: Source) -> EagleHeads:
-    """Load an artifact's EAGLE-3 heads. Raises ValueError if the heads are incomplete or of another type."""
+    """Load an artifact's EAGLE-3 heads. Raises ValueError if the heads are incomplete or of a different type."""
     if not is_eagle(source.folder):
         raise ValueError(f"{source.folder} contains Medusa heads, not EAGLE-3 heads: export them with --to medusa")
     heads = load_eagle(source.folder)
@@ -36,7 +36,7 @@ def _write(source: Source, folder: Path, options: ExportOptions) -> None:
 
 
 def check_eagle(source: Source, options: ExportOptions, readers: Collection[str]) -> list[str]:
-    """Check that all engines in `readers` support EAGLE-3 heads with their target, and return one line per engine.
+    """Check if all engines in `readers` support EAGLE-3 heads with their target, and return one line per engine.
 
     Raises ValueError if an engine does not support the heads.
     """

@@ -123,8 +123,8 @@ def _doctor(source: Source, target: str) -> str:
 def output_projection(target: str, source: Source | None = None) -> Tensor:
     """Load the target's output projection [V, D], multiplied by its logit scale, without loading the model.
 
-    Raises ValueError if `source` was made for another target, the projection cannot be read from safetensors files, or
-    it has a bias.
+    Raises ValueError if `source` was made for a different target, or the projection cannot be read from safetensors
+    files or has a bias.
     """
     folder = model_source(target)
     expected = ((source.manifest.target if source else None) or {}).get("sha256")

@@ -262,7 +262,7 @@ def _attend_to_steps(
 def save_eagle(heads: EagleHeads, directory: Path) -> None:
     """Write `model.safetensors` and `config.json` in the format of serving engines.
 
-    The layer is named `midlayer`, layer ids are stored for vLLM and for SGLang, and draft tokens as offsets (`d2t`).
+    The layer is named `midlayer`. Layer ids are stored for both vLLM and SGLang, and draft tokens as offsets (`d2t`).
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
@@ -320,7 +320,7 @@ def draft_tokens_in(stored: Mapping[str, Tensor]) -> Tensor | None:
 
 
 def fill_heads(heads: EagleHeads, stored: Mapping[str, Tensor], directory: Path) -> EagleHeads:
-    """Load stored tensors and their dtype into heads. Raises ValueError for the same reasons as `load_eagle`."""
+    """Load tensors into heads, which take the dtype of the tensors. Raises ValueError if a tensor is invalid."""
     weights = {name: tensor for name, tensor in stored.items() if name not in (TOKENS, "t2d", HEAD)}
     heads = heads.to(next(iter(weights.values())).dtype)
     try:

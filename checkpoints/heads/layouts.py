@@ -161,7 +161,7 @@ def _is_of_heads(name: str) -> bool:
 
 
 def _read_inside(path: Path) -> dict[str, Tensor]:
-    """Load the heads' tensors from the files of a whole model, and remove the prefix of their names."""
+    """Load the heads' tensors from the files of a complete model, and remove the prefix of their names."""
     tensors: dict[str, Tensor] = {}
     if path.suffix != ".json":
         tensors = _read(path, _is_of_heads)

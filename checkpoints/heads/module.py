@@ -250,7 +250,7 @@ class PredictionHeads(nn.Module):
 
     @property
     def bias_V(self) -> Tensor | None:
-        """Bias of the target's output projection, if it is attached and has one."""
+        """Bias of the attached output projection of the target; None if there is none."""
         return None if self._attached is None else self._attached[1]
 
     def _to_logits(self, products_XP: Tensor) -> Tensor:

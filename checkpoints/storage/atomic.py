@@ -40,7 +40,7 @@ def atomic_text(path: Path, text: str) -> None:
 def check_writable(path: Path, *, folder: bool = False) -> None:
     """Check that a file or folder can be written at a path, without creating it. Call it before long computations.
 
-    Raises ValueError if the path is not writable, or exists and is not a regular file (with `folder`: a directory).
+    Raises ValueError if the path is not writable, or exists and is not a regular file (or, with `folder`, a directory).
     """
     if os.path.lexists(path) and not (path.is_dir() if folder else path.is_file() and not path.is_symlink()):
         kind = "directory" if folder else "regular file"

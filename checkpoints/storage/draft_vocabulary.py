@@ -29,7 +29,7 @@ def check_tokens(ids_R: Tensor, vocab: int) -> None:
 
 
 def write_vocabulary(ids_R: Tensor | None, folder: Path) -> None:
-    """Write the token ids of a draft vocabulary, int64 [R], to a file in a folder. Do nothing if it is None."""
+    """Write the token ids of a draft vocabulary, int64 [R], to a file in a folder. Do nothing if `ids_R` is None."""
     if ids_R is not None:
         save_file({TOKENS: ids_R.detach().cpu().contiguous()}, folder / DRAFT_VOCABULARY)
 

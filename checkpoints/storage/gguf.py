@@ -145,7 +145,7 @@ def convert_gguf(file: Path, folder: Path, dtype: str = "auto", progress: Progre
 
 @contextmanager
 def _reuse_reader(reader: Any) -> Iterator[None]:
-    """Make transformers reuse a parsed file. Otherwise, it would parse the file several times, in about 10 s each."""
+    """Make transformers reuse a parsed file. Otherwise, it would parse the file several times (about 10 s each)."""
     import gguf
 
     original = gguf.GGUFReader

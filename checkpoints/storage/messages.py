@@ -33,7 +33,7 @@ def gigabytes(size: float) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an exception's message (and the second after a colon), or the type if it is empty."""
+    """Return the first line of an exception's message, and the second if the first ends with a colon."""
     lines = [line.strip() for line in error_text(error).splitlines() if line.strip()] or [type(error).__name__]
     return " ".join(lines[: 1 + lines[0].endswith(":")])
 

@@ -20,7 +20,7 @@ UNPICKLE = "DRAFTSMITH_UNPICKLE"
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Load a JSON object from a regular UTF-8 file. Raises ValueError, naming the file, if it is invalid."""
+    """Load a JSON object from a UTF-8 file. Raises a ValueError that names the file if it is invalid."""
     try:
         return parse_json(read_text(path))
     except ValueError as error:
@@ -39,7 +39,7 @@ def parse_json(text: str) -> dict[str, Any]:
 
 
 def load_json(path: Path, *keys: str) -> dict[str, Any]:
-    """Load a JSON object that must contain `keys`. Raises ValueError, naming the file, if it is invalid."""
+    """Load a JSON object that must contain `keys`. Raises a ValueError that names the file if it is invalid."""
     try:
         values = parse_json(read_text(path))
         if missing := [key for key in keys if key not in values]:
@@ -128,7 +128,7 @@ def copy_files(folder: Path, out: Path, patterns: Iterable[str]) -> None:
 
 
 def check_safetensors(path: Path) -> dict[str, tuple[str, list[int]]]:
-    """Return the dtype and shape of each tensor in a file. Raises ValueError, naming the file, if it is damaged."""
+    """Return the dtype and shape of each tensor in a file. Raises a ValueError that names the file if it is damaged."""
     try:
         with safe_open(path, framework="np") as file:
             parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a dictionary)

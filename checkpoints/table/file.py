@@ -31,7 +31,7 @@ def write_table(path: Path, vocab_size: int, parts: Iterable[Run], unigram_V: In
         parts: Consecutive parts of the sorted keys and their counts, as `merge_runs` yields them.
         unigram_V: Count of each token, int64 [V]; read after the last part.
 
-    Raises ValueError if a count exceeds int32, or the counts are for another vocabulary size.
+    Raises ValueError if a count exceeds int32, or the counts are for a different vocabulary size.
     """
     key_dtype(vocab_size)
     if unigram_V.shape != (vocab_size,):
@@ -76,7 +76,7 @@ def _header(vocab_size: int, entries: int, room: int) -> bytes:
 
 
 def check_counts(keys_P: NDArray[Any], counts_P: NDArray[Any], vocab_size: int) -> None:
-    """Raise ValueError, naming the pair, if a count exceeds `MAX_COUNT`."""
+    """Raise a ValueError that names the token pair if a count exceeds `MAX_COUNT`."""
     worst = int(counts_P.argmax())
     if int(counts_P[worst]) > MAX_COUNT:
         left, right = divmod(int(keys_P[worst]), vocab_size)

@@ -43,7 +43,7 @@ def check_documents(tokens_T: NDArray[Any], starts_D: NDArray[Any], vocab_size: 
 
 
 def inner_ends(starts_D: NDArray[Any], size: int) -> Ints:
-    """Return the indices of the last tokens of all documents but the last one, ascending, int64 [C]."""
+    """Return the indices of the last tokens of all documents except the last one, ascending, int64 [C]."""
     return np.unique(starts_D[(starts_D > 0) & (starts_D < size)].astype(np.int64)) - 1
 
 

@@ -37,7 +37,7 @@ class BigramTable:
         row_ptr: int64 [V + 1]; row x holds the entries row_ptr[x] .. row_ptr[x + 1] - 1.
         col: int32 [E]; right token of each entry, ascending within a row.
         count: int32 [E]; count of the pair, at least 1.
-        unigram: int64 [V]; count of each token, including tokens that are in no pair.
+        unigram: int64 [V]; count of each token, including tokens that do not occur in a pair.
 
     Raises ValueError if the tensors are inconsistent.
     """
@@ -144,11 +144,11 @@ class BigramTable:
         return list(pairwise([0, *inner[inner < self.vocab_size].tolist(), self.vocab_size]))
 
     def rows_of(self, first: int, end: int) -> Tensor:
-        """Return the left token of each entry of the rows from `first` to `end` - 1, int64."""
+        """Return the left token of each entry in the rows `first` to `end` - 1, int64."""
         return torch.from_numpy(np.repeat(np.arange(first, end), np.diff(self.row_ptr[first : end + 1].numpy())))
 
     def to(self, device: torch.device | str) -> "BigramTable":
-        """Return a table that shares the counts of this one, and whose lookups run on `device`."""
+        """Return a table with the same counts, whose lookups run on `device`. The counts are not copied."""
         device = torch.empty(0, device=device).device  # "cuda" is "cuda:0"
         if device == self.device:
             return self

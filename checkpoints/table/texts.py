@@ -45,7 +45,7 @@ class TextStore:
         return cls(ids_T, places_N[np.lexsort(before)])
 
     def matches(self, context: Sequence[int] | NDArray[Any]) -> tuple[int, Ids]:
-        """Return the length of the longest suffix of `context` that occurs, and the positions after its matches."""
+        """Return the length of the longest suffix of `context` in the texts, and the positions after its matches."""
         low, high, length = 0, len(self.places_N), 0
         for back in range(1, 1 + min(CONTEXT, len(context))):
             token = context[-back]
@@ -57,7 +57,7 @@ class TextStore:
         return length, self.places_N[low:high] if length else self.places_N[:0]
 
     def _bisect(self, low: int, high: int, back: int, token: int) -> int:
-        """Return the first index in `places_N[low:high]` with a token of at least `token` `back` positions earlier."""
+        """Return the first i in [low, high) for which the token at `places_N[i] - back` is at least `token`."""
         ids_T, places_N = self.ids_T, self.places_N
         while low < high:
             middle = (low + high) // 2

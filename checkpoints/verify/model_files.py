@@ -85,7 +85,7 @@ def load_language_model(source: str | Path, **settings: Any) -> PreTrainedModel:
 
 
 def _check_room(folder: Path, config: Any, dtype: Any) -> None:
-    """Raise ValueError if a model does not fit into free memory. Parameters are only counted if its files are large."""
+    """Raise ValueError if a model does not fit into free memory. Small models are accepted by file size."""
     named = config.dtype if dtype in (None, "auto") else "int8" if dtype == "stored" else dtype
     width = (getattr(torch, named) if isinstance(named, str) else named or torch.float32).itemsize
     bound = sum(file.stat().st_size for file in folder.glob("*.safetensors")) * width / 2
@@ -133,7 +133,7 @@ def with_adapter(folder: Path, load: Callable[[str], PreTrainedModel], *, merged
 
 
 def _check_rows(folder: Path, base: str, model: PreTrainedModel) -> None:
-    """Raise ValueError if an adapter contains embeddings or an output projection for another vocabulary size."""
+    """Raise ValueError if an adapter contains embeddings or an output projection for a different vocabulary size."""
     rows, path = len(model.get_input_embeddings().weight), folder / ADAPTER_FILE
     layers = {name.removesuffix(".weight") for name in names_of_embeddings(model)[:2]}
     ends = tuple(f".{layer}{end}" for layer in layers for end in (".weight", ".lora_B.weight"))
@@ -158,7 +158,7 @@ def _untie(model: PreTrainedModel) -> None:
 def load_whole(kind: Any, source: str | Path, progress: Any = None, **settings: Any) -> PreTrainedModel:
     """Load a model with `kind.from_pretrained`. Raises ValueError for missing weights, or an exception in `UNLOADABLE`.
 
-    Weights are copied to memory, so that later changes of the files do not change the model. With dtype "stored", they
+    Weights are copied to memory, so that later changes to the files do not affect the model. With dtype "stored", they
     stay memory-mapped, for callers that convert them. `progress` is called as `progress(percent, 100)`.
     """
     model: PreTrainedModel

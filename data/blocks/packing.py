@@ -16,7 +16,7 @@ PADDING = -1  # document number of padding tokens
 
 
 class Batch(NamedTuple):
-    """Batch of packed documents, as four int64 tensors [B, T].
+    """Batch of packed documents, represented by four int64 tensors [B, T].
 
     `labels_BT[b, t]` is the unshifted label of token t. It is −100 for unsupervised tokens and for the first token of a
     document. Positions restart at 0 in each document. `documents_BT` is the document of each token, −1 for padding.
@@ -46,7 +46,7 @@ class Batch(NamedTuple):
 
 
 def pack_best_fit(lengths: Sequence[int], block_tokens: int) -> list[list[int]]:
-    """Pack documents into blocks with best-fit decreasing bin packing; return the document indices of each block."""
+    """Pack documents into blocks with best-fit decreasing bin packing. Return the document indices of each block."""
     if lengths and max(lengths) > block_tokens:
         raise ValueError(f"a document has {max(lengths)} tokens, but a block has only {block_tokens}")
     blocks: list[list[int]] = []
@@ -71,7 +71,7 @@ def pack_best_fit(lengths: Sequence[int], block_tokens: int) -> list[list[int]]:
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """Document in a block: token `ids` [T], loss mask `trained` [T] and document `number`."""
+    """Document in a block, with token `ids` [T], loss mask `trained` [T] and document `number`."""
 
     ids: np.ndarray
     trained: np.ndarray
@@ -100,7 +100,7 @@ def make_batch(blocks: Sequence[Sequence[Document]], length: int, padding_id: in
 
 
 def pack(lengths: np.ndarray, block_tokens: int, packing: str) -> tuple[np.ndarray, np.ndarray]:
-    """Pack documents into blocks; return their indices in block order and the number of documents per block (int64)."""
+    """Pack documents into blocks. Return their indices in block order and the number of documents per block (int64)."""
     if packing == "pad":
         return np.arange(len(lengths)), np.ones(len(lengths), dtype=np.int64)
     blocks = pack_best_fit(lengths.tolist(), block_tokens)

@@ -114,7 +114,7 @@ class PreparedData:
         return cls(directory, manifest, arrays)
 
     def verify(self, vocab_size: int) -> None:
-        """Raise ValueError if the hash of an array has changed or a token id is not below `vocab_size`."""
+        """Raise ValueError if the hash of an array has changed or a token id is not less than `vocab_size`."""
         for name, written in self.manifest["sha256"].items():
             if (digest := file_hash(path := self.directory / f"{name}.npy")) != written:
                 again = f"delete {self.directory} to prepare it again"

@@ -119,7 +119,7 @@ class Cleaner:
         self._evaluation = EvaluationTexts(evaluation_texts, cleaning.contamination_words)
 
     def __call__(self, dialogue: Dialogue) -> Conversation | None:
-        """Clean a dialogue. Return None if it is dropped; the report counts the reason."""
+        """Clean a dialogue. Return None if it is dropped, and count the reason in the report."""
         report, changes = self.report, set[str]()
         report.rows += 1
         report.forms[dialogue.form] += 1
@@ -191,7 +191,7 @@ class Cleaner:
         return unescaped
 
     def _whole_exchanges(self, messages: Messages, changes: set[str]) -> Iterator[tuple[str, str]]:
-        """Yield the messages of complete exchanges, preceded by the system message if it is not empty."""
+        """Yield the messages of complete exchanges, after the system message if it is not empty."""
         questions = [text for role, text in messages if role == "user" and not _blank(text)]
         if questions and all(role in ("user", "system") for role, _ in messages):
             if not self._questions:
@@ -233,7 +233,7 @@ class Cleaner:
         return _copy_context_mark(texts[-1], "\n\n".join(texts))
 
     def _check_whole(self, identity: str, turns: list[Turn]) -> None:
-        """Apply the filters for blocked answers, duplicates, language and contamination."""
+        """Apply the filters for blocked answers, duplicates, languages and contamination."""
         cleaning = self.cleaning
         answers = [turn.text for turn in turns if turn.role == "assistant"]
         if cleaning.drop_blocked and any(text.lstrip("! \n").startswith(BLOCKED_ANSWERS) for text in answers):
@@ -259,7 +259,7 @@ def _copy_context_mark(text: str, other: str) -> str:
 
 
 def _without_unknown(runs: list[tuple[str | None, list[str]]]) -> list[tuple[str | None, list[str]]]:
-    """Remove messages of unknown roles, the question before them and the answer after them."""
+    """Remove messages of unknown roles, together with the preceding question and the following answer."""
     known: list[tuple[str | None, list[str]]] = []
     after_unknown = False
     for role, texts in runs:
@@ -286,7 +286,7 @@ def _blank(text: str) -> bool:
 
 
 def _key(kind: str, identity: str, turns: list[Turn]) -> int:
-    """Return a 60-bit hash of the id or first exchange. Collisions are unlikely up to 10^8 conversations."""
+    """Return a 60-bit hash of a conversation's id or first exchange. Collisions are unlikely up to 10^8 rows."""
     first = [turn.text for turn in turns if turn.role != "system"][:2]
     parts = [identity] if kind == "id" else first
     text = "".join(f"{len(part)}:{part}" for part in (kind, *parts))

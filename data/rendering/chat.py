@@ -21,7 +21,7 @@ _THOUGHT = "</think>"
 
 @dataclass(slots=True)
 class ChatDocument:
-    """Rendered exchanges `first` to `last`: ids int32 [T], and the spans [start, end) of supervised answers."""
+    """Rendered exchanges `first` to `last`, with ids int32 [T] and the spans [start, end) of supervised answers."""
 
     ids: np.ndarray
     spans: list[tuple[int, int]]
@@ -32,7 +32,7 @@ class ChatDocument:
 
 @dataclass(slots=True)
 class _Draft:
-    """Unfinished document: text, character spans of the answers, token ids, and character offsets of the tokens."""
+    """Unfinished document, with its text, character spans of answers, token ids and character offsets of tokens."""
 
     text: str
     answers: list[tuple[int, int]]
@@ -88,7 +88,7 @@ class ChatLayout:
         return list(self.tokenizer(text, add_special_tokens=False).input_ids)
 
     def documents(self, conversation: Conversation, limit: int) -> Iterator[ChatDocument]:
-        """Yield documents of at most `limit` tokens. A document without spans means that the answer does not fit.
+        """Yield documents of at most `limit` tokens. A document has no spans if its answer does not fit.
 
         Raises:
             ValueError: The template cannot render the conversation, or omits an answer or its end-of-turn token.
@@ -118,7 +118,7 @@ class ChatLayout:
         return _Draft(text, [answer], encoded.input_ids, encoded.offset_mapping, first, last)
 
     def _exchange(self, turns: Sequence[Turn], tools: str) -> tuple[str, tuple[int, int]]:
-        """Render turns that end with an answer. Return the text and the span of the answer with its end of turn.
+        """Render turns that end with an answer. Return the text and the span of the answer and its end of turn.
 
         The span includes white space that the template adds before the answer, because the model must generate it.
         It excludes other text that the template adds, such as an empty reasoning block, unless the answer contains

@@ -47,9 +47,9 @@ def special_strings(tokenizer: Any) -> list[str]:
 
 
 def first_token(text: str, tokenizer: Any) -> tuple[int, int]:
-    """Find the first special token in a text, or the first other added token if there is no special token.
+    """Return the span of the first special token in a text, or of the first added token if there is none.
 
-    Some fine-tuned models have an `<|im_end|>` that is not special. The returned span is (-1, -1) if none is found.
+    Some fine-tuned models have an `<|im_end|>` that is not special. The span is (-1, -1) if no token is found.
     """
     tokens = (token.content for token in tokenizer.added_tokens_decoder.values())
     added = [token for token in tokens if len(token.strip()) > 2]  # excludes runs of white space
@@ -99,7 +99,7 @@ class PieceEncoder:
         return list(self.encode([text], [after])[0].tolist()) if text else []
 
     def template(self, text: str, before: str = "") -> list[int]:
-        """Tokenize a constant text of a template, including special tokens, as if it followed the token `before`."""
+        """Tokenize a constant template text, including special tokens, as if it followed the token `before`."""
         if not text:
             return []
         ids = list(self.tokenizer(before + text, add_special_tokens=False, split_special_tokens=False).input_ids)

@@ -30,7 +30,7 @@ class Parts:
 
 @dataclass(frozen=True, slots=True)
 class _Lead:
-    """Template text before a message: token ids, and a `tail` that is tokenized together with the message.
+    """Template text before a message, as token ids and a `tail` that is tokenized together with the message.
 
     `after` is the kind of text before the tail.
     """
@@ -41,7 +41,7 @@ class _Lead:
 
 
 class Layout:
-    """Chat template whose constant texts are tokenized."""
+    """Chat template whose constant texts are tokenized in advance."""
 
     def __init__(self, template: Template, encoder: PieceEncoder) -> None:
         template = fill_tokens(template, encoder.tokenizer)
@@ -151,7 +151,7 @@ class Layout:
         return _Lead(_array(self.encoder.template(rest)), "", after)
 
     def lead(self, text: str, after: After = After.NOTHING, before: str = "") -> _Lead:
-        """Tokenize the template text before a message; `after` and `before` are the kind and token that precede it."""
+        """Tokenize the template text before a message. `after` and `before` are the kind and token that precede it."""
         ends = [match.end() for match in self._special.finditer(text)]
         if not ends:
             return _Lead(NO_IDS, text, after)

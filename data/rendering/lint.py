@@ -56,7 +56,7 @@ class LintReport:
 
 
 class Linter:
-    """Checker of rendered documents for a tokenizer and a template. `report` contains the counts.
+    """Checker of rendered documents. `report` contains the counts.
 
     Raises:
         ValueError: The template requires {eos}, {bos} or another special token that the tokenizer does not have.
@@ -81,7 +81,7 @@ class Linter:
         self._first: list[Rendered] = []
 
     def check(self, document: Rendered) -> str | None:
-        """Check a document, and return its fault or None."""
+        """Check a document. Return the name of its fault, or None if it has none."""
         fault = self._find_fault(document)
         self.report.documents += 1
         self.report.tokens += len(document.ids)
@@ -96,7 +96,7 @@ class Linter:
         return fault
 
     def examples(self) -> list[Rendered]:
-        """Return up to three documents: the first one with a fault, then the first ones without faults."""
+        """Return up to three documents: the first one with a fault, followed by the first ones without faults."""
         return self._first[:3]
 
     def _find_fault(self, document: Rendered) -> str | None:
@@ -180,7 +180,7 @@ class Linter:
 
 
 class PieceDecoder:
-    """Decoder for token sequences from the middle of a document, which keeps special tokens."""
+    """Decoder for token sequences from the middle of a document. Special tokens are kept."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -193,7 +193,7 @@ class PieceDecoder:
         return [text.removeprefix(self._anchor_text) for text in self._plain([self._anchor + ids for ids in pieces])]
 
     def round_trip(self, text: str) -> str:
-        """Encode and decode a text. The result may differ (Unicode normalization, unknown characters)."""
+        """Encode and decode a text. The result may differ from it (Unicode normalization, unknown characters)."""
         encoded = self._tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)
         return self.decode([list(encoded.input_ids)])[0]
 

@@ -28,7 +28,7 @@ _LEAST_SPACE = 16  # minimum number of tokens for question and answer in a block
 
 @dataclass(slots=True)
 class Rendered:
-    """Document with token `ids` int32 [T], and `spans` [start, end) of the answers including their end of turn.
+    """Document with token `ids`, int32 [T], and `spans` [start, end) of the answers with their end of turn.
 
     It contains the exchanges `first` to `last` of `conversation`. If a single exchange is too long, `question_cut`
     tokens are removed from the start of the question and `answer_cut` tokens from the end of the answer.
@@ -43,7 +43,7 @@ class Rendered:
     answer_cut: int = 0
 
     def exchanges(self) -> list[int]:
-        """Return the index of the exchange of each supervised span."""
+        """Return the index of the exchange that each supervised span belongs to."""
         turns = self.conversation.turns
         answers = [turn for turn in turns if turn.role == "assistant"]
         learned = [number for number in range(self.first, self.last + 1) if answers[number].is_learned]

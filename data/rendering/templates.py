@@ -24,7 +24,7 @@ _SYSTEM, _QUESTIONS, _ANSWERS = "xSYSTEMx", ("xASKx1", "xASKx2", "xASKx3"), ("xT
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """Chat template as constant texts around messages. Use `get_template` to get a template by name.
+    """Chat template that consists of constant texts around messages. See `get_template`.
 
     A conversation is rendered as `start`, question, `middle`, answer, `end`, `after`, `next`, question, `middle` ….
     With a system prompt, `system[0]`, the prompt and `system[1]` replace `start`. If `system` is None, the prompt and a
@@ -192,7 +192,7 @@ def own_template(tokenizer: Any, options: Mapping[str, Any]) -> Template:
 
 
 def _find_message_form(chat: "_Chat") -> "tuple[_Chat, str]":
-    """Find the message format that a chat template supports; return the chat and the text after an answer or "".
+    """Find the message format that a chat template supports. Return the chat and the text after an answer, or "".
 
     A template may require a system prompt or lists of parts. Raises ValueError if no format can be rendered.
     """

@@ -102,7 +102,7 @@ def documentation_conversations(
     Returns:
         The training conversations, the held-out conversations and a report of JSON values.
 
-    Raises ValueError if a name is not that of a top-level package.
+    Raises ValueError if a name is not the name of a top-level package.
     """
     paths, skipped = _find_packages(packages, seed)
     train: list[Conversation] = []
@@ -138,7 +138,7 @@ def documentation_conversations(
 
 
 def _visit(packages: Sequence[_Package], budget: float | None) -> Iterator[tuple[_Package, Path]]:
-    """Yield the files of all packages. With a budget (bytes), choose the package with the least text so far."""
+    """Yield the files of all packages. With a budget (bytes), continue with the package that has the least text."""
     waiting = {package.name: iter(package.files) for package in packages}
     while waiting and (budget is None or sum(package.bytes for package in packages) < budget):
         package = min((p for p in packages if p.name in waiting), key=lambda p: p.bytes if budget is not None else 0)
@@ -150,7 +150,7 @@ def _visit(packages: Sequence[_Package], budget: float | None) -> Iterator[tuple
 
 
 def _find_packages(names: Sequence[str], seed: int) -> tuple[list[_Package], list[str]]:
-    """Locate the standard library and packages; also return the names of packages that are not installed."""
+    """Locate the standard library and packages. Also return the names of packages that are not installed."""
     roots = {STANDARD_LIBRARY: Path(sysconfig.get_path("stdlib"))}
     skipped: list[str] = []
     for name in dict.fromkeys(names):
@@ -256,7 +256,7 @@ def _conversation(name: str, answers: Mapping[str, str]) -> Conversation:
 
 
 def _parse_docstring(text: str, kind: str) -> dict[str, str] | None:
-    """Parse a docstring in numpydoc style, Google style or plain prose into the texts of its sections.
+    """Parse a docstring (numpydoc style, Google style or plain prose) into the texts of its sections.
 
     The description has the key `kind`. The result is None if the docstring contains too little prose.
     """
@@ -334,7 +334,7 @@ def _blocks(lines: list[str]) -> list[list[str]]:
 
 
 def _paragraph(block: list[str]) -> str:
-    """Join the lines of a block into a paragraph or a list with one item per line. Markup becomes ""."""
+    """Join the lines of a block into a paragraph or a list with one item per line. The result is "" for markup."""
     first, is_list = block[0].lstrip(), bool(_ITEM.match(block[0].lstrip()))
     is_markup = first.startswith(_MARKUP) or _FIELD.match(first) or ("%(" in first and ")s" in first)
     is_literal = not is_list and block[0].startswith("    ")

@@ -39,7 +39,7 @@ class Row:
         value: Parsed value of the row.
         location: File and row number for error messages, such as "file, row 3".
         name: Id of the row if it has no id column.
-        number: Number of the row in the whole source, from 0.
+        number: Number of the row in the whole source, starting at 0.
     """
 
     value: Any

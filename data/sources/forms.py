@@ -49,7 +49,7 @@ _COLUMNS = {*(name for form in _FORMS for names in form for name in names), *_CO
 
 
 def usable_columns(present: Sequence[str]) -> Sequence[str]:
-    """Return the supported columns, or all columns (for the error message) if the row format is unknown."""
+    """Return the supported columns; all columns if the row format is unknown (for the error message)."""
     if _find_form(present) is None:
         return present
     return [name for name in present if name in {*_COLUMNS, *_IDS, *_REFERENCES, "category"}]

@@ -27,7 +27,7 @@ _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 class Opening(TypedDict, total=False):
-    """Options for opening a source. `config`, `split`, `revision` and `file` override the registry."""
+    """Options for opening a source. `config`, `split`, `revision` and `file` override registered values."""
 
     path: str | None
     """Local copy to use instead of the hub dataset."""
@@ -203,7 +203,7 @@ class Part:
     Attributes:
         weight: Number of uses of each row per epoch. With 1.5, every row is used once, and half of the rows, selected
             by a hash of their ids, a second time.
-        open_pass: Function that opens the corpus for the n-th pass of an epoch (from 0).
+        open_pass: Function that opens the corpus for the n-th pass of an epoch, starting at 0.
         by_content: Whether to hash contents in addition to ids, for corpora with few distinct ids.
     """
 
@@ -213,7 +213,7 @@ class Part:
 
 
 def mix(parts: Sequence[Part], seed: int) -> Iterator[Conversation]:
-    """Interleave the rows of all corpora in random order. Each row is used as often as the weight of its corpus."""
+    """Interleave the rows of all corpora in random order. The weight of a corpus is the number of uses of each row."""
     streams = [_iterate_passes(part, seed) for part in parts]
     weights = [part.weight for part in parts]
     rng = np.random.default_rng(seed)

@@ -18,7 +18,7 @@ MT_BENCH_CATEGORIES = ("writing", "roleplay", "reasoning", "math", "coding", "ex
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """Registered corpus.
+    """Corpus in the registry of known corpora.
 
     Attributes:
         hub: Id of the hub dataset, or None if `file` is a URL.
@@ -51,7 +51,7 @@ class Corpus:
         return present if self.adapter is not None and self._matches_columns(present) else usable_columns(present)
 
     def read(self, row: Row) -> Dialogue:
-        """Convert a row to a dialogue, with the adapter of the corpus if it applies."""
+        """Convert a row to a dialogue, with the adapter of the corpus if the columns match."""
         if self.adapter is None or not isinstance(row.value, Mapping) or not self._matches_columns(tuple(row.value)):
             return read_dialogue(row)
         return replace(self.adapter(self, row), form=" + ".join(self.columns))
@@ -98,7 +98,7 @@ def _translation(corpus: Corpus, row: Row) -> Dialogue:
 
 
 def _read_piqa(corpus: Corpus, row: Row) -> Dialogue:
-    """Convert a row of PIQA. The reference is left out if the label is -1 (test split) or missing."""
+    """Convert a row of PIQA. There is no reference if the label is -1 (test split) or missing."""
     label = row.value.get("label")
     right = row.value.get(f"sol{int(label) + 1}") if label in (0, 1) else None
     return _question(row, _text(row, "goal", row.value["goal"]), *([right] if isinstance(right, str) else []))

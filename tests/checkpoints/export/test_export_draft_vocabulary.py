@@ -91,7 +91,7 @@ def test_an_export_with_another_draft_vocabulary_is_refused(
 ) -> None:
     artifact = make_drafter(proposed=KEPT)
     monkeypatch.setattr(export_drafter, "_pad", lambda model, ids_R: None)
-    assert f"the {len(KEPT)} of the artifact" in refused(artifact, "transformers")
+    assert f"draft vocabulary ({len(KEPT)} tokens)" in refused(artifact, "transformers")
 
 
 def test_doctor_and_inspection_accept_a_draft_vocabulary(make_drafter: Make, export: Export, target: Path) -> None:
