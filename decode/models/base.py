@@ -34,7 +34,7 @@ class Translation(Protocol):
         """Convert target token ids to drafter token ids. The result contains at least one id."""
 
     def to_target(self, ids: Sequence[int], own: Sequence[int], draft: Sequence[int]) -> list[int]:
-        """Convert draft tokens to target ids. They continue a text with target ids `ids` and drafter ids `own`."""
+        """Convert draft tokens to target ids. `ids` and `own` are the preceding text in target ids and drafter ids."""
 
 
 class AuxiliaryStates:
@@ -52,7 +52,7 @@ class AuxiliaryStates:
     def set_aux_input(self, above_BMD: Tensor) -> None:
         """Set the hidden states that the next call of `extend` combines with its tokens.
 
-        Each token's state is that of the preceding position: an output of `fuse_aux` or a hidden state of the drafter.
+        The state for each token is that of the preceding position, from `fuse_aux` or from the drafter itself.
         """
         raise AssertionError("this model takes only tokens as input")
 
@@ -206,7 +206,7 @@ class LanguageModel(AuxiliaryStates, DraftVocabulary, CapturedForwards):
         return mask_BMS[:, None]
 
     def _windowed(self, mask_B1MS: Tensor | None, positions_BM: Tensor, end: int, window: int | None) -> Tensor | None:
-        """Return a mask that also hides tokens outside a layer's attention window, `window` or more positions back."""
+        """Add a layer's attention window to a mask, so that tokens `window` or more positions earlier are masked."""
         if window is None or end <= window:
             return mask_B1MS
         if mask_B1MS is None:
@@ -326,7 +326,7 @@ class TransformersModel(LanguageModel):
 
 
 def extend_by_path(model: LanguageModel, cache: KVCache, tokens_BN: Tensor, tree: Tree) -> Tensor:
-    """Run `extend` on a tree without tree attention: each path becomes a row with its own copy of the cache.
+    """Run `extend` on a tree without tree attention, with each path as a row that has its own copy of the cache.
 
     All leaves must have the same depth (arXiv 2401.06706, section 3.3 and table 4).
     """

@@ -47,7 +47,7 @@ def final_norm(decoder: nn.Module) -> nn.Module:
 
 @contextmanager
 def norm_input(norm: nn.Module) -> Iterator[list[Tensor]]:
-    """Return a context manager that records the input of a norm's latest call in this thread in a list."""
+    """Return a context manager that yields a list with the input of the norm's latest call in this thread."""
     thread, inputs = threading.get_ident(), list[Tensor]()
 
     def record(_: nn.Module, args: tuple[Any, ...]) -> None:

@@ -38,7 +38,7 @@ _KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBacke
 
 
 class Capture(Protocol):
-    """Interface for capturing functions on tensors with fixed addresses and replaying them."""
+    """Interface for capturing and replaying functions on tensors with fixed addresses."""
 
     def warm_up(self, run: Callable[[], Result]) -> Result:
         """Run the function eagerly once, before it is captured."""
@@ -139,7 +139,7 @@ class _Shape(_Replayed):
         self._column_S = torch.arange(end, device=device) + width - 2
 
     def set_tree(self, tree: Tree, start: int, stop: int) -> None:
-        """Copy the depths and attention bias of the tree nodes start..stop-1 to the buffers."""
+        """Copy the depths and attention bias of the tree nodes start to stop - 1 to the buffers."""
         self.offset_BM.copy_(tree.depth_BN[:, start:stop] - start)
         root = self.bias_BMW.shape[2] - 1 - stop
         self.bias_BMW[:, :, :root] = 0
@@ -192,7 +192,7 @@ class GraphedModel(LanguageModel):
     captured. The same applies to whole drafts. Prompts, inputs of more than `max_tokens` new tokens, and calls inside a
     `TorchDispatchMode` always run eagerly. Weights may change in place but must not move. A model must not be used by
     several threads or streams concurrently. The memory of a cache is reused with its graphs, of which at most
-    `max_graphs` are kept. `stride` is the minimum increment of the slots that attention reads, a power of two.
+    `max_graphs` are kept. Attention reads a number of slots that grows by at least `stride`, a power of two.
     """
 
     def __init__(
@@ -272,8 +272,8 @@ class GraphedModel(LanguageModel):
                 torch.add(whole.first_B, start, out=shape.first_B)
                 return shape.run()
             _set_first(shape.first_B, cache, start)
-            found_BMD: Tensor = shape(self._capture)
-            return found_BMD.clone()
+            hidden_BMD: Tensor = shape(self._capture)
+            return hidden_BMD.clone()
 
     def set_aux_input(self, above_BMD: Tensor) -> None:
         self._above_BMD = above_BMD

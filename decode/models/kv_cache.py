@@ -33,7 +33,7 @@ def to_host(*tensors: Tensor | None) -> list[Any]:
 
 
 class KVCache:
-    """Key-value cache. Slots 0..length-1 of a row contain its committed tokens, followed by draft tokens.
+    """Key-value cache. Slots 0 to length - 1 of a row contain committed tokens, and later slots draft tokens.
 
     Rows may have different lengths. Accepted draft tokens are moved to the front, and rejected ones are overwritten.
     """
@@ -69,7 +69,7 @@ class KVCache:
         self.values = [value_BHSE for _, values_LBHSE in self._stacks for value_BHSE in values_LBHSE]
 
     def emptied(self) -> "KVCache":
-        """Return an empty cache that reuses the memory of this one, after setting it to zero."""
+        """Return an empty cache that reuses the memory of this cache, which is set to zero."""
         for keys_LBHSE, values_LBHSE in self._stacks:
             keys_LBHSE.zero_()
             values_LBHSE.zero_()

@@ -153,8 +153,8 @@ class LeanDecoder(LanguageModel):
         self._side_of = [self._sides.index(side) for side in sides]
         self._few = None
         if self._complex and DecoderLayers.fit(self._layers, self.key_width):
-            sizes, does = (self.heads, self.kv_heads, self.key_width), (self._activation, self._eps, self._centred)
-            kind = Kind(*sizes, *does, self._parallel, self._cap, self._norms_heads_apart)
+            sizes, settings = (self.heads, self.kv_heads, self.key_width), (self._activation, self._eps, self._centred)
+            kind = Kind(*sizes, *settings, self._parallel, self._cap, self._norms_heads_apart)
             self._few = DecoderLayers(self._layers, self._side_of, kind)
 
     @property
@@ -269,8 +269,8 @@ class LeanDecoder(LanguageModel):
         embedded_XD = embedded_XD.to(self.dtype)
         if self._positions_SD is not None:
             # Rows that have ended may run beyond the last learned position. Their output is ignored.
-            held_BM = positions_BM.expand(batch, -1).clamp(max=len(self._positions_SD) - 1)
-            embedded_XD = embedded_XD + F.embedding(held_BM.reshape(-1), self._positions_SD)
+            clamped_BM = positions_BM.expand(batch, -1).clamp(max=len(self._positions_SD) - 1)
+            embedded_XD = embedded_XD + F.embedding(clamped_BM.reshape(-1), self._positions_SD)
         hidden_XD = self._first(embedded_XD if self._embedding_scale == 1 else embedded_XD * self._embedding_scale)
         turned = self._rotation.at(positions_BM, end, {by for _, by in self._sides})
         if self._in_c(cache, count):
@@ -279,17 +279,17 @@ class LeanDecoder(LanguageModel):
                 (turned[by][0], self._windowed(mask_B1MS, positions_BM, end, window)) for window, by in self._sides
             ]
             seen = (sides, cache, start, end)
-            hidden_XD, given = self._few(hidden_XD, self._read_apart(hidden_XD), *seen, self.aux_layers)
+            hidden_XD, aux_states = self._few(hidden_XD, self._read_apart(hidden_XD), *seen, self.aux_layers)
         else:
             attends = []
             for window, by in self._sides:
                 mask = self._windowed(mask_B1MS, positions_BM, end, window)
                 attends.append(self._attention(cache, turned[by], mask, count, start, end))
-            hidden_XD, given = self._through_layers(hidden_XD, [attends[side] for side in self._side_of])
+            hidden_XD, aux_states = self._through_layers(hidden_XD, [attends[side] for side in self._side_of])
         if self.states == "after-norm":
             hidden_XD = self._final_norm(hidden_XD)
-        if given:
-            hidden_XD = torch.cat((*given, hidden_XD), -1)
+        if aux_states:
+            hidden_XD = torch.cat((*aux_states, hidden_XD), -1)
         self._now = None
         return hidden_XD.view(batch, count, -1)
 
@@ -297,19 +297,19 @@ class LeanDecoder(LanguageModel):
         self, hidden_XD: Tensor, attends: Sequence[Callable[[int, Tensor], Tensor]]
     ) -> tuple[Tensor, list[Tensor]]:
         """Run all layers with the given attention functions. Return the output and the inputs of `aux_layers`."""
-        given = list[Tensor]()
+        aux_states = list[Tensor]()
         for index, (layer, attend) in enumerate(zip(self._layers, attends, strict=True)):
             if index in self.aux_layers:
-                given.append(hidden_XD.clone() if hidden_XD.is_cuda else hidden_XD)
+                aux_states.append(hidden_XD.clone() if hidden_XD.is_cuda else hidden_XD)
             qkv_XO = self._read(layer.qkv, hidden_XD, layer.norm_in_D)
-            found_XO = attend(index, qkv_XO)
+            attended_XO = attend(index, qkv_XO)
             if self._parallel:  # before the sum, which modifies `hidden_XD` in place on a GPU
                 up_XF = layer.up(self._norm(hidden_XD, layer.norm_mlp_D))
-            hidden_XD = self._added(hidden_XD, layer.out, found_XO, layer.norm_attended_D)
+            hidden_XD = self._added(hidden_XD, layer.out, attended_XO, layer.norm_attended_D)
             if not self._parallel:
                 up_XF = layer.up(self._norm(hidden_XD, layer.norm_mlp_D))
             hidden_XD = self._added(hidden_XD, layer.down, self._activated(up_XF), layer.norm_made_D)
-        return hidden_XD, given
+        return hidden_XD, aux_states
 
     def _added(self, hidden_XD: Tensor, product: Product, x_XI: Tensor, norm_D: Tensor | None) -> Tensor:
         if norm_D is None:
@@ -331,8 +331,8 @@ class LeanDecoder(LanguageModel):
 
     def _activated(self, up_XF: Tensor) -> Tensor:
         if self._now is not None and self._activation == GATES["silu"]:
-            found_XF: Tensor = self._now.gated(up_XF)
-            return found_XF
+            gated_XF: Tensor = self._now.gated(up_XF)
+            return gated_XF
         opened = ACTIVATED[self._activation]
         if not self._family.gated:
             return opened(up_XF)
@@ -358,8 +358,8 @@ class LeanDecoder(LanguageModel):
                 qkv_XO, norms_O = self._norm_heads(qkv_XO, self._layers[index]), None
             kept = cache.keys[index], cache.values[index], slots_BM
             query_XHE = fused.rotate_and_keep(qkv_XO, *cos_sin, *kept, norms_O, self._eps)
-            found_XO: Tensor = fused.attend(query_XHE, *cache.view(index, end), mask_BMS, slots_BM)
-            return found_XO
+            attended_XO: Tensor = fused.attend(query_XHE, *cache.view(index, end), mask_BMS, slots_BM)
+            return attended_XO
 
         return attended
 

@@ -157,13 +157,13 @@ def _score(wrapped: LanguageModel, nodes: Sequence[int], parents: Sequence[int] 
 
 
 def _noise(model: PreTrainedModel, ids_1T: Tensor) -> float:
-    """Return the `relative_rms` of a model's logits for a whole text and those computed token by token."""
+    """Return the `relative_rms` between a model's logits for a whole text and logits computed token by token."""
     past, steps = None, []
     try:
         for token_11 in ids_1T.split(1, 1):
-            found = model(token_11, past_key_values=past, use_cache=True)
-            past = found.past_key_values
-            steps.append(found.logits[0])
+            output = model(token_11, past_key_values=past, use_cache=True)
+            past = output.past_key_values
+            steps.append(output.logits[0])
         return relative_rms(torch.cat(steps), model(ids_1T).logits[0])
     except _FAILURES:
         return 0.0
@@ -187,7 +187,7 @@ def load_model(
         device: Device of the model.
         device_map: Distribution over several devices, as in accelerate, such as "auto" or "balanced".
         attention: Attention implementation, such as "sdpa" (default: chosen by transformers).
-        progress: Callback that receives the loaded percentage and 100.
+        progress: Callback that receives the loaded percentage and the total, 100.
         settings: Additional arguments of `from_pretrained`.
 
     Raises:

@@ -54,7 +54,7 @@ class Seq2SeqModel(LanguageModel):
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        """Wrap a model. Raise ValueError if it has another type, several devices or no decoder start token."""
+        """Wrap a model. Raise ValueError for an unsupported type, several devices or a missing start token."""
         config: Any = model.config
         check_family(config)
         devices = sorted({str(parameter.device) for parameter in model.parameters()})

@@ -77,7 +77,7 @@ class DraftState:
         return self.read_with(context)[:, 0]
 
     def read_with(self, context: Context, extra_BM: Tensor | None = None) -> Tensor:
-        """Run the drafter on new committed tokens and `extra_BM`. Return states [B, 1 + M, D] from the root on."""
+        """Run the drafter on new committed tokens, then `extra_BM`. Return states [B, 1 + M, D] from the root on."""
         # All rows run the same number of tokens. Rows with fewer new tokens run some again, with the same result. Rows
         # that are too short start at 0, and the tokens after their end are ignored.
         pending = max(length - length_read for length, length_read in zip(context.lengths, self._read, strict=True))

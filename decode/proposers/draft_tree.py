@@ -42,9 +42,9 @@ _MIN_SAMPLED_PROB = 1e-30
 class DraftTree(DrafterProposer):
     """Proposer of a tree sampled from a draft model, in which nodes of depth i have `branching[i]` children.
 
-    With replacement, the candidates of a node are independent. Without, they are distinct (arXiv 2401.06706, sections
-    3.1 and 3.2). At temperature 0, both are the drafter's most likely tokens. With `by_path`, the target scores each
-    path as a separate row, without tree attention (section 3.3).
+    With replacement, the candidates of a node are independent. Without replacement, they are distinct (arXiv
+    2401.06706, sections 3.1 and 3.2). At temperature 0, they are the drafter's most likely tokens. With `by_path`, the
+    target scores each path as a separate row, without tree attention (section 3.3).
 
     Raises:
         ValueError: A level has no candidates, or more candidates than the drafter's vocabulary has tokens.

@@ -27,7 +27,7 @@ _UNWARPED = Sampling(temperature=1.0)
 
 
 class _Nodes(NamedTuple):
-    """Candidate nodes of each row, parents first: the root, the nodes of the suffix tree, then those of the drafter."""
+    """Candidate nodes of each row, with parents first: the root, suffix tree nodes, then nodes of the drafter."""
 
     joint_BT: Tensor
     """Joint probability of the path to each node, float32. 0 if the node does not exist."""
@@ -174,7 +174,7 @@ class DynamicTree(DrafterProposer):
     def _add(
         self, nodes: _Nodes, num_suffix: int, depth: int, parent_BA: Tensor, tokens_BAW: Tensor, joint_BAW: Tensor
     ) -> _Nodes:
-        """Add the candidates of a level. A candidate that is already a suffix node only raises its probability."""
+        """Add the candidates of a level. If a candidate is a suffix node, only that node's probability is raised."""
         tokens_BX, joint_BX = tokens_BAW.flatten(1), joint_BAW.flatten(1)
         parents_BX = parent_BA[..., None].expand_as(tokens_BAW).flatten(1)
         if num_suffix > 1:
@@ -207,11 +207,11 @@ class DynamicTree(DrafterProposer):
         return parent_BA, share_BA, under_BNA.int().argmax(2).gather(1, first_BA)
 
     def _order(self, nodes: _Nodes) -> Tensor:
-        """Return the numbers of root and best nodes, [B, N], by descending probability. Parents precede children."""
+        """Return numbers of the root and best nodes, [B, N], by descending probability. Parents precede children."""
         return nodes.joint_BT.sort(dim=1, descending=True, stable=True).indices[:, : 1 + self.max_nodes]
 
     def _best(self, nodes: _Nodes) -> tuple[Tensor, Tensor, Tensor]:
-        """Return tokens, parents and depths of the best nodes, [B, N] each. Parents are indices of these nodes."""
+        """Return tokens, parents and depths of the best nodes, [B, N] each. Parents are indices into the best nodes."""
         order_BN, total = self._order(nodes), nodes.joint_BT.shape[1]
         exists_BN = nodes.joint_BT.gather(1, order_BN) > 0
         numbers_BN = torch.where(exists_BN, order_BN, total).sort(1).values

@@ -27,7 +27,7 @@ class TableDrafts:
         self._commonest = self._unigram_V.argmax()
 
     def logits(self, last_X: Tensor) -> Tensor:
-        """Return the log-probabilities of the token after each token, [..., V]."""
+        """Return the next-token log-probabilities after each token, [..., V]."""
         return self._rows.after(last_X).log() if self._order == 2 else self._unigram_V.expand(*last_X.shape, -1)
 
     def best(self, last_X: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from ..tree import Tree
 from .draft_state import DraftState
 
 _Continuations = dict[int, list[tuple[np.float32, int]]]
-"""Mapping from node to its most likely continuations, as (log-probability, token) in descending order."""
+"""Mapping from a node to its most likely continuations, (log-probability, token) pairs in descending order."""
 
 
 _Sequence = tuple[np.float32, int | None, int, tuple[int, ...]]
@@ -78,7 +78,7 @@ class _Row:
 
 
 class SpeculativeBeam(Proposer):
-    """Proposer of the best beam of a search like `TargetBeam` over all new tokens, with fewer target forwards.
+    """Proposer that runs the beam search of `TargetBeam` over all new tokens, with fewer target forwards.
 
     The drafter uses `draft_beams` beams and runs `draft_gamma` levels before each forward of the target.
     """

@@ -48,7 +48,7 @@ class Node(NamedTuple):
 
 
 class _Path(NamedTuple):
-    """Path from the root, with the matches that continue it."""
+    """Path from the root, with the matches whose continuations start with this path."""
 
     depth: int
     match: int

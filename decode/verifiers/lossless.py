@@ -66,10 +66,10 @@ class GreedyMatch(Verifier):
 
 
 class ExactChain(Verifier):
-    """Speculative sampling verifier: accepts x with probability min(1, p(x)/q(x)), else samples from [p - q]+.
+    """Speculative sampling verifier, which accepts a draft token x with probability min(1, p(x)/q(x)).
 
-    Source: arXiv 2211.17192, Algorithm 1 and appendix A.1; arXiv 2302.01318. If a proposal has no `draft_probs_BMV`,
-    its tokens are deterministic and q is 1.
+    A rejected token is replaced by a sample from [p - q]+. If a proposal has no `draft_probs_BMV`, its tokens are
+    deterministic and q is 1. Source: arXiv 2211.17192, Algorithm 1 and appendix A.1; arXiv 2302.01318.
     """
 
     tolerance = 0.0
@@ -107,9 +107,9 @@ class ExactBlock(ExactChain):
     """Block verifier for chains. On average, it accepts at least as many tokens as `ExactChain`.
 
     Source: Sun et al. 2024, arXiv 2403.10444, algorithm 2. With p_i = min(p_{i-1} p / q, 1) and Z_i = Σ [p_i p - q]+ at
-    node i, the first i draft tokens pass with probability Z_i / (Z_i + 1 - p_i), and all γ tokens with p_γ. The longest
-    prefix that passes is accepted, and the next token is sampled from [p_i p - q]+. Deterministic drafts use token
-    verification.
+    node i, the first i draft tokens pass with probability Z_i / (Z_i + 1 - p_i), and all γ tokens with probability p_γ.
+    The longest prefix that passes is accepted, and the next token is sampled from [p_i p - q]+. Deterministic drafts
+    are verified by `ExactChain`.
     """
 
     def verify(self, proposal: Proposal, target_BNV: Tensor, rng: Rng) -> Verdict:
@@ -266,7 +266,7 @@ class Traversal(Verifier):
 class SampleAndMatch(Verifier):
     """Verifier that samples each token from the target and follows the tree while it contains that token.
 
-    With candidates sampled from a drafter this is MCNS (arXiv 2401.06706, section 4.5 and appendix C). For
+    With candidates sampled from a drafter, this is MCNS (arXiv 2401.06706, section 4.5 and appendix C). For
     deterministic candidates, such as those of prediction heads, no exact method accepts more tokens.
     """
 
@@ -329,7 +329,7 @@ class SeveralDrafters(Verifier):
     def pick(
         self, alive_BM: Tensor, tokens_BM: Tensor, draft_BMV: Tensor, target_BV: Tensor, uniform_BM: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return the chain whose token is accepted, [B] (-1 if none is), and the residual of the target, [B, V]."""
+        """Return the chain whose token is accepted, [B] (-1 for none), and the residual of the target, [B, V]."""
         chain_B = torch.full_like(tokens_BM[:, 0], -1)
         for chain in range(tokens_BM.shape[1]):
             examined_B = alive_BM[:, chain] & (chain_B < 0)
@@ -342,10 +342,10 @@ class SeveralDrafters(Verifier):
 
 
 class KSequential(SeveralDrafters):
-    """k-SEQ verifier of SpecTr, which accepts the first token x of k chains with u < p(x) / (ρ q(x)).
+    """k-SEQ verifier of SpecTr, which accepts the first of k candidate tokens x with u < p(x) / (ρ q(x)).
 
-    ρ is the smallest value for which the residual of p is a distribution (`k_seq_rho`). With one remaining chain, ρ is
-    1 and the rule equals speculative sampling. Source: arXiv 2310.15141, Algorithm 2.
+    u is uniform in [0, 1), and ρ is the smallest value for which the residual of p is a distribution (`k_seq_rho`).
+    With one remaining chain, ρ is 1 and the rule equals speculative sampling. Source: arXiv 2310.15141, Algorithm 2.
     """
 
     def pick(

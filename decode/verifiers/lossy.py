@@ -20,7 +20,7 @@ from .verdicts import chain_verdict, count_prefix, follow_path, normalise, take_
 class JointLikelihood(Verifier):
     """Verifier that accepts the longest prefix of a chain with min(1, p(x1..j)/q(x1..j)) > threshold.
 
-    Source: arXiv 2407.09722, section 3.2 and Algorithm 1. A prefix may pass even if a shorter one does not.
+    Source: arXiv 2407.09722, section 3.2 and Algorithm 1. A prefix may pass even if a shorter prefix does not.
     """
 
     lossless = False
@@ -47,7 +47,7 @@ class JointLikelihood(Verifier):
 
 
 class Rollback(Verifier):
-    """Verifier that accepts draft tokens up to the first one with -log p(x) > threshold.
+    """Verifier that accepts the draft tokens before the first token x with -log p(x) > threshold.
 
     Source: the rollback policy of BiLD (arXiv 2302.07863).
     """
@@ -89,7 +89,7 @@ class OverAcceptance(ExactChain):
 class TypicalAcceptance(Verifier):
     """Verifier that accepts the deepest path of tokens with p(x) > min(ε, δ exp(-H(p))).
 
-    Among equally deep paths the most likely one is accepted. The token after it is sampled from the tokens that pass.
+    Among equally deep paths, the most likely path is accepted. The next token is sampled from the tokens that pass.
     Source: typical acceptance of Medusa (arXiv 2401.10774), with its defaults ε = 0.09 and δ = 0.3.
     """
 

@@ -47,11 +47,11 @@ class DecoderLayers:
     def fit(layers: Sequence[Any], width: int) -> bool:
         """Return whether the C function supports these layers and this head width."""
         products = [product for layer in layers for product in _products(layer)]
-        right = all(each.fits and not any(n % _WIDTH for n in each.shape) for each in products) and width % _WIDTH == 0
-        return right and len({each is None for layer in layers for each in (layer.norm_in_D, layer.norm_mlp_D)}) == 1
+        fits = all(each.fits and not any(n % _WIDTH for n in each.shape) for each in products) and width % _WIDTH == 0
+        return fits and len({each is None for layer in layers for each in (layer.norm_in_D, layer.norm_mlp_D)}) == 1
 
     def __init__(self, layers: Sequence[Any], sides: Sequence[int], kind: Kind) -> None:
-        """Prepare layers for which `fit` returns True. `sides` maps layers to indices into `sides` of calls."""
+        """Prepare layers for which `fit` returns True. `sides[i]` is the index of layer i's `Side` in calls."""
         self._sides, self._architecture = tuple(sides), kind
         hidden = layers[0].up.shape[1]  # the input of queries may be wider
         self._offset = -1.0 if layers[0].norm_in_D is None else (hidden * kind.eps) ** 0.5
@@ -94,20 +94,20 @@ class DecoderLayers:
         parts = -(-count // max(1, min(AT_ONCE, self._most_tokens) // batch))
         hidden_BMD = hidden_XD.view(batch, count, -1)
         first_qkv_BMO = None if first_qkv_XO is None else first_qkv_XO.view(batch, count, -1)
-        made = list[Tensor]()  # [number of auxiliary layers + 1, B, tokens of the part, D]
+        outputs = list[Tensor]()  # [number of auxiliary layers + 1, B, tokens of the part, D]
         for part in range(parts):
-            here = slice(count * part // parts, count * (part + 1) // parts)
+            span = slice(count * part // parts, count * (part + 1) // parts)
             one_XD, given = self._few(
-                hidden_BMD[:, here].flatten(0, 1),
-                None if first_qkv_BMO is None else first_qkv_BMO[:, here].flatten(0, 1),
-                [(turns[:, here], None if mask is None else mask[:, :, here]) for turns, mask in sides],
+                hidden_BMD[:, span].flatten(0, 1),
+                None if first_qkv_BMO is None else first_qkv_BMO[:, span].flatten(0, 1),
+                [(turns[:, span], None if mask is None else mask[:, :, span]) for turns, mask in sides],
                 cache,
-                start + here.start,
+                start + span.start,
                 end,
                 aux_layers,
             )
-            made.append(torch.stack((*given, one_XD)).unflatten(1, (batch, -1)))
-        *given, hidden_XD = torch.cat(made, 2).flatten(1, 2)
+            outputs.append(torch.stack((*given, one_XD)).unflatten(1, (batch, -1)))
+        *given, hidden_XD = torch.cat(outputs, 2).flatten(1, 2)
         return hidden_XD, given
 
     def _few(

@@ -38,11 +38,11 @@ def round_to_int8(model: nn.Module) -> None:
 def rounded(weight_OI: Tensor) -> Tensor:
     """Quantise a matrix to int8, and return the dequantised values in the matrix's dtype."""
     parts = weight_OI.split(max(1, _AT_ONCE // max(1, weight_OI[:1].numel())))
-    made_OI, row = torch.empty_like(weight_OI), 0
+    result_OI, row = torch.empty_like(weight_OI), 0
     for integers_OI, scale_O in map(integers_of, parts):
-        made_OI[row : row + len(scale_O)] = integers_OI * scale_O[..., None]
+        result_OI[row : row + len(scale_O)] = integers_OI * scale_O[..., None]
         row += len(scale_O)
-    return made_OI
+    return result_OI
 
 
 def is_int8(model: nn.Module) -> bool:
@@ -143,8 +143,8 @@ class FewRows:
 
 def fits(weight_OI: Tensor) -> bool:
     """Return whether `FewRows` supports these weights on this machine."""
-    right = weight_OI.device.type == "cpu" and weight_OI.dtype in (torch.float32, torch.bfloat16)
-    return right and compiled() is not None
+    is_supported = weight_OI.device.type == "cpu" and weight_OI.dtype in (torch.float32, torch.bfloat16)
+    return is_supported and compiled() is not None
 
 
 def pack(weight_OI: Tensor, int8: bool = False) -> FewRows | None:
@@ -174,10 +174,10 @@ class Product:
         """Return x Wᵀ + b, [X, O]."""
         if self.few_rows is not None:
             is_fast = self.few_rows.takes(len(x_XI))
-            made_XO = (
+            output_XO = (
                 self.few_rows(x_XI.float(), self.added_O) if is_fast else self.few_rows.by_library(x_XI, self.bias_O)
             )
-            return made_XO.to(x_XI.dtype)
+            return output_XO.to(x_XI.dtype)
         return F.linear(x_XI.to(self.dtype), self.weight_OI, self.bias_O).to(x_XI.dtype)
 
     def add_to(self, sum_XO: Tensor, x_XI: Tensor) -> Tensor:
