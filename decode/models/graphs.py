@@ -260,7 +260,7 @@ class GraphedModel(LanguageModel):
             tree = None
         # The width is a power of two, so that the levels of a tree share a shape.
         width = 0 if tree is None else max(16, 1 << (stop + 1).bit_length())
-        with torch.inference_mode():  # buffers made in inference mode can only be written in it
+        with torch.inference_mode():  # buffers from inference mode can only be written in that mode
             shape = self._shape(slab, count, width, self._end(cache, stop) if whole is None else whole.end)
             shape.tokens_BM.copy_(tokens_BM)
             if above_BMD is not None and shape.above_BMD is not None:

@@ -233,6 +233,6 @@ def _pack(model: PreTrainedModel, progress: Callable[[int, int], None] | None) -
         if tensor.is_floating_point():
             tensor.data = tensor.data.to(torch.float32, copy=True)
     for module in model.modules():
-        if (scale := getattr(module, "scalar_embed_scale", None)) is not None:  # rounded to the dtype of the files
+        if (scale := getattr(module, "scalar_embed_scale", None)) is not None:  # was rounded to the dtype of the files
             module.embed_scale = torch.tensor(scale)
     model.config.dtype = torch.float32

@@ -232,7 +232,7 @@ class Traversal(Verifier):
 
         def visit(node: int, keep_B1: Tensor) -> None:
             nonlocal node_B, next_BV, undecided_B
-            # h P equals `left_BV` times `scale_B1`.
+            # h P equals `residual_BV` times `scale_B1`.
             residual_BV, scale_B1, rest_B1 = target_BNV[:, node], keep_B1, torch.ones_like(keep_B1)
             draft_BV = draft_BMV[:, node] if tree.children[node] else residual_BV
             for child in tree.children[node]:

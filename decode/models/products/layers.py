@@ -53,7 +53,7 @@ class DecoderLayers:
     def __init__(self, layers: Sequence[Any], sides: Sequence[int], kind: Kind) -> None:
         """Prepare layers for which `fit` returns True. `sides[i]` is the index of layer i's `Side` in calls."""
         self._sides, self._architecture = tuple(sides), kind
-        hidden = layers[0].up.shape[1]  # the input of queries may be wider
+        hidden = layers[0].up.shape[1]  # the QKV projection may have a wider input
         self._offset = -1.0 if layers[0].norm_in_D is None else (hidden * kind.eps) ** 0.5
         few = [[each.few_rows or FewRows(each.weight_OI, each.int8) for each in _products(layer)] for layer in layers]
         kept = [[None if each is None else each.float().contiguous() for each in _vectors(layer)] for layer in layers]
