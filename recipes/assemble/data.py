@@ -252,13 +252,13 @@ def _read_part(
 
 
 def _has_few_ids(section: DataSection, part: SourceSection) -> bool:
-    """Check if a corpus needs a split by hashes (held-out share, weight) but has too few distinct ids for this."""
+    """Check if a corpus must be split by hashes of its ids (held-out share, weight) but has too few distinct ids."""
     is_divided = part.weight % 1 or (section.heldout_source is None and section.heldout_share)
     return bool(is_divided) and has_few_ids(_read_part(section, part, CorpusReport()))
 
 
 def is_held_out(section: DataSection, conversation: Conversation, *, by_content: bool = False) -> bool:
-    """Check if the hash of a conversation's id (with `by_content`: id and content) selects it as held-out data."""
+    """Check if a conversation is held out, based on a hash of its id (with `by_content`: id and content)."""
     return section.heldout_source is None and _draw(conversation, by_content) < section.heldout_share
 
 

@@ -81,7 +81,7 @@ def forge(
     overrides: Overrides = None,
     hours: Annotated[float | None, typer.Option(help="Time budget in hours (default: 2).")] = None,
     more_hours: Annotated[float | None, typer.Option(help="Additional hours of training (default: 0).")] = None,
-    prompts: Annotated[list[str] | None, typer.Option(help="JSONL file with typical prompts (repeatable).")] = None,
+    prompts: Annotated[list[str] | None, typer.Option(help="File with prompts of your workload (repeatable).")] = None,
     drafter: Annotated[list[str] | None, typer.Option(help="Existing drafter to compare (repeatable).")] = None,
     batch: Annotated[str | None, typer.Option(help="Batch sizes to optimise for, such as 1,8 (default: 1).")] = None,
     temperature: Annotated[
@@ -197,11 +197,11 @@ def import_(
         str, typer.Argument(help="Directory or hub id of a model, a LoRA adapter or heads, or a GGUF file.")
     ],
     out: Annotated[Path, typer.Option(help="Output directory.")],
-    target: Annotated[str | None, typer.Option(help="Target model (default: the source, if complete).")] = None,
+    target: Annotated[str | None, typer.Option(help="Target; required unless the source contains it.")] = None,
     unpickle: Annotated[
         bool, typer.Option("--unpickle", help="Also load tensors from pickled files (.pt, .bin).")
     ] = False,
-    states: Annotated[str | None, typer.Option(help="Input of Medusa heads, such as before-norm.")] = None,
+    states: Annotated[str | None, typer.Option(help="Hidden states for Medusa heads, such as before-norm.")] = None,
     dtype: Annotated[
         str | None,
         typer.Option(

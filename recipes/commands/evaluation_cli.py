@@ -30,7 +30,7 @@ class MethodsCommand(typer.core.TyperCommand):
         super().format_help(ctx, formatter)
 
 
-Overrides = Annotated[list[str] | None, typer.Argument(help="Changes to the recipe, such as train.steps=100.")]
+Overrides = Annotated[list[str] | None, typer.Argument(help="Recipe values to change, as key.path=value.")]
 RecipeOrTarget = Annotated[str | None, typer.Argument(help="Recipe file or name; if omitted, pass --target.")]
 Target = Annotated[str | None, typer.Option(help="Directory or hub id of the target.")]
 ResultsFile = Annotated[str | None, typer.Option(help="Results file (.json).")]
@@ -40,7 +40,7 @@ Methods = Annotated[
 ]
 Concurrency = Annotated[str | None, typer.Option(help="Numbers of concurrent requests, such as 1,8 (default: 1).")]
 EngineName = Annotated[str | None, typer.Option(help="Engine to tune for: vllm, sglang or llama.cpp.")]
-EngineOptions = Annotated[str, typer.Option(help="More options of the engine, such as '--dtype float32'.")]
+EngineOptions = Annotated[str, typer.Option(help="Additional engine options, such as '--dtype float32'.")]
 ENERGY_BATCHES = [1, 2, 4, 8, 16]
 
 

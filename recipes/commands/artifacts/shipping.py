@@ -22,7 +22,7 @@ def export(
     speculative_tokens: Annotated[
         int | None, typer.Option(min=1, max=64, help="Number of draft tokens per step (default: from the artifact).")
     ] = None,
-    llama_cpp: Annotated[Path | None, typer.Option(help="Directory of a llama.cpp checkout, for conversion.")] = None,
+    llama_cpp: Annotated[Path | None, typer.Option(help="Directory of a llama.cpp checkout, for GGUF.")] = None,
 ) -> None:
     """Export an artifact to a serving engine or transformers.
 

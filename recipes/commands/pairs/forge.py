@@ -159,7 +159,7 @@ class _Forge:
     def _plan(self, supports_eagle: bool, answers: int, seconds_per_answer: float) -> list[Candidate]:
         """Select candidates that could be faster than the baseline, and the number of prompts to compare them."""
         self.section = "Plan: costs, candidates and budget"
-        self._note(f"a forward pass takes {1e3 * self.curve(1):.1f} ms, of four tokens {1e3 * self.curve(4):.1f} ms")
+        self._note(f"forward pass: {1e3 * self.curve(1):.1f} ms (1 token), {1e3 * self.curve(4):.1f} ms (4 tokens)")
         chosen, batches = [], dict.fromkeys(self.recipe.batch)
         for candidate in list_candidates(self.shape, DRAFT_VOCABULARY, supports_eagle):
             decisions = {batch: is_worth_training(candidate, self.curve, batch) for batch in batches}

@@ -162,7 +162,7 @@ def prepare_prompts(recipe: ForgeRecipe, base: QuickstartRecipe, out: Path) -> P
 
 
 def measure_costs(base: QuickstartRecipe, out: Path, prompts: int) -> dict[str, Any]:
-    """Measure or load the time of the target's forward passes and answers. Return it with the model shape."""
+    """Measure or load the times of the target's forward passes and answers. Return them with the model shape."""
     path, answers = out / COSTS_FILE, min(_PROBED, prompts)
     if path.is_file():
         return dict(load_json(path, "seconds_per_answer"))
