@@ -19,12 +19,12 @@ VERDICTS = ("not claimed", "lossless", "too little text", "undecided", "not loss
 """Verdicts from best to worst."""
 _COLUMNS = [
     Column("method", numeric=False), Column("T"), Column("verdict"), Column("tokens", "judged"), Column("faults"),
-    Column("near-ties"), Column("smallest p"), Column("bias", "%"), Column("found", "with 99 %, %"),
+    Column("near-ties"), Column("smallest p"), Column("bias", "%"), Column("detectable", "bias, %"),
 ]  # fmt: skip
 
 
 def load_certificate(path: Path) -> dict[str, Any]:
-    """Load a certificate; raise ValueError if the file has another kind or a newer schema version."""
+    """Load a certificate. Raise ValueError if the file is not a certificate or has a newer schema version."""
     certificate = read_document(path, SCHEMA, "draftsmith certify")
     if certificate.get("kind") != KIND:
         raise ValueError(f"{path} is not a certificate: its kind is {certificate.get('kind')!r}, expected {KIND!r}")
@@ -32,7 +32,7 @@ def load_certificate(path: Path) -> dict[str, Any]:
 
 
 def certificate_section(certificate: Mapping[str, Any], recipe: Mapping[str, Any]) -> str:
-    """Render a certificate as HTML. Warnings are added if it is incomplete or does not match the evaluation."""
+    """Render a certificate as HTML, with warnings if it is incomplete or does not match the recipe."""
     notes = []
     for name in ("target", "drafter", "heads", "table", "dtype"):
         certified, evaluated = ((each or {}).get(name) for each in (certificate.get("recipe"), recipe))
@@ -50,7 +50,7 @@ def certificate_section(certificate: Mapping[str, Any], recipe: Mapping[str, Any
 def certificates_table(
     title: str, certificates: Sequence[Mapping[str, Any]], stress: Sequence[Mapping[str, Any]]
 ) -> Table:
-    """Return a table of certificates. All certificates of a method on the small pair are merged into one row."""
+    """Return a table of certificates. All certificates of a method on the small test pair share one row."""
     rows = []
     groups = {one["label"]: [other for other in stress if other["label"] == one["label"]] for one in stress}
     for one in [*map(_merge, groups.values()), *certificates]:
@@ -71,7 +71,7 @@ def certificates_table(
 
 
 def _merge(group: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merge the certificates of one method on the small pair. The worst verdict and the lowest power are used."""
+    """Merge the certificates of a method on the small test pair, with the worst verdict and the lowest power."""
     worst = max(group, key=lambda one: VERDICTS.index(one["verdict"]))
     sums = {key: sum(one[key] for one in group) for key in ("tokens", "faults", "near_ties")}
     merged = {"label": worst["label"], "verdict": worst["verdict"], "sampling": {"temperature": None}, "bias": {}}
@@ -80,7 +80,7 @@ def _merge(group: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def explanations(certificates: Sequence[Certificate], stress: Sequence[Certificate] = ()) -> list[str]:
-    """Return lines that explain failed tests, tests with too few tokens, and the rounding error at each temperature."""
+    """Return lines that explain failed tests, tests with too few tokens, and rounding errors at each temperature."""
     lines = []
     for certificate in [*stress, *certificates]:
         bias, undecided = certificate.power["detectable_bias_99"], certificate.verdict == "undecided"
@@ -94,7 +94,7 @@ def explanations(certificates: Sequence[Certificate], stress: Sequence[Certifica
             continue
         lines += [
             f"error: {certificate.label}: prompt {finding.prompt}, new token {finding.position}: token "
-            f"{finding.token} ({finding.kind}), expected {finding.expected}, difference of logits {finding.margin}"
+            f"{finding.token} ({finding.kind}), expected {finding.expected}, logit difference {finding.margin}"
             for finding in [each for each in certificate.findings if each.kind not in ("near-tie", "edge")][:3]
         ]
         lowest = min((test["p_value"] for test in certificate.tests), default=1.0)
@@ -106,8 +106,8 @@ def explanations(certificates: Sequence[Certificate], stress: Sequence[Certifica
         ]
     for temperature, rounding in {one.sampling["temperature"]: one.rounding for one in certificates}.items():
         lines.append(
-            f"temperature {temperature:g}: logits of forwards of different shapes differ by up to "
+            f"temperature {temperature:g}: logits of forward passes with different shapes differ by up to "
             f"{rounding.spread:.2g} ({rounding.dtype}); a near-tie is a difference of up to {rounding.near_tie:.2g}; "
-            f"total variation by rounding {rounding.total_variation:.2g}"
+            f"total variation due to rounding: {rounding.total_variation:.2g}"
         )
     return lines

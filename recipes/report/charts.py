@@ -6,8 +6,8 @@ from .tables import Numbered, render
 
 _WIDTH, _HEIGHT, _MARGIN, _TICKS = 680, 340, 52, 6
 _BOUND = (
-    "The bar above a point is its bound: the speedup if a step took no longer than its forwards. The line through a "
-    "point is its 95 % interval. The dotted line is the speedup if a step took as long as one of the baseline."
+    "The bar above a point is its bound, the speedup if a step took only the time of its forward passes. The line "
+    "through a point is its 95 % interval. The dotted line is the speedup if a step took as long as a baseline step."
 )
 _PERPLEXITY = (
     "Lossy methods change the perplexity; lossless methods have the target's. Low perplexity alone is not quality: "
@@ -16,7 +16,7 @@ _PERPLEXITY = (
 
 
 def method_charts(groups: Mapping[float, Sequence[Numbered]]) -> list[str]:
-    """Plot the speedup at each temperature against tokens per step and, for lossy methods, against perplexity."""
+    """Plot speedup against tokens per step and, if there are lossy methods, perplexity, for each temperature."""
     charts = []
     for temperature, rows in groups.items():
         at = f", temperature {temperature:g}" if len(groups) > 1 else ""
@@ -29,7 +29,7 @@ def method_charts(groups: Mapping[float, Sequence[Numbered]]) -> list[str]:
 
 
 def _scatter(rows: Sequence[Numbered], metric: str, title: str, x_title: str, caption: str) -> str:
-    """Plot the speedup of rows against a metric; return an empty string if no row has both values."""
+    """Plot the speedup of rows against a metric as SVG. Return an empty string if no row has both values."""
     known = [(n, row) for n, row in rows if row.get(metric) is not None and row.get("speedup") is not None]
     if not known:
         return ""

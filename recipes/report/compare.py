@@ -1,4 +1,4 @@
-"""Comparison of several evaluation results with the first one."""
+"""Comparison of several evaluation results with the first result."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -11,7 +11,7 @@ METRICS = {
     "tokens_per_second": "Tokens/s",
     "speedup": "Speedup",
 }
-"""Mapping from compared metrics to captions of tables."""
+"""Mapping from the metrics that are compared to table captions."""
 _SETTINGS = ("target", "prompts", "max_new_tokens", "top_k", "top_p", "dtype")
 Results = Mapping[str, Any]
 Row = Mapping[str, Any]
@@ -23,13 +23,13 @@ class Comparison(NamedTuple):
     names: list[str]
     tables: list[Table]
     notes: list[str]
-    """Notes on different settings, skipped methods and unreliable measurements."""
+    """Notes on differences in settings, methods that are not compared, and unreliable measurements."""
 
 
 def compare(names: Sequence[str], results: Sequence[Results]) -> Comparison:
-    """Compare methods that all results have in common, by label and temperature; raise ValueError if there are none.
+    """Compare the methods that all results have in common. Raise ValueError if there are none.
 
-    A change is bold if the 95 % intervals of the two values do not overlap.
+    Methods are matched by label and temperature. A change is bold if the 95 % intervals do not overlap.
     """
     rows_by_key = [{(row["label"], float(row["temperature"])): row for row in result["methods"]} for result in results]
     common = [key for key in rows_by_key[0] if all(key in rows for rows in rows_by_key)]
@@ -40,9 +40,9 @@ def compare(names: Sequence[str], results: Sequence[Results]) -> Comparison:
              for note in _differences(names[0], name, results[0], result)]  # fmt: skip
     for name, rows in zip(names, rows_by_key, strict=True):
         if skipped := [_row_name(key) for key in rows if key not in common]:
-            notes.append(f"not compared, since not in all results: {', '.join(skipped)} ({name})")
+            notes.append(f"not compared, because missing from other results: {', '.join(skipped)} ({name})")
         if unsteady := [_row_name(key) for key in common if rows[key].get("steady") is False]:
-            notes.append(f"unsteady, unreliable times: {', '.join(unsteady)} ({name})")
+            notes.append(f"unsteady and therefore unreliable times: {', '.join(unsteady)} ({name})")
     columns = [Column("method", numeric=False), Column("T"), *map(Column, names)]
     columns += [Column(f"change to {name}", "%") for name in names[1:]]
     tables = []
@@ -58,15 +58,15 @@ def compare(names: Sequence[str], results: Sequence[Results]) -> Comparison:
 
 
 def _differences(first: str, name: str, one: Results, other: Results) -> list[str]:
-    """Return notes on differences in machine, settings, prompts and package versions between two results."""
-    sides = (one, other)
+    """Return notes on differences between two results in machine, settings, prompts and package versions."""
+    both = (one, other)
     about = ("device", "name", "cores", "threads")
     facts: dict[str, list[Any]] = {
-        "machine": [", ".join(str(result["machine"].get(key)) for key in about) for result in sides]
+        "machine": [", ".join(str(result["machine"].get(key)) for key in about) for result in both]
     }
-    facts |= {key: [result["recipe"].get(key) for result in sides] for key in _SETTINGS}
-    facts["hash of the prompts"] = [result.get("prompts_sha256") for result in sides]
-    versions = [result["machine"].get("versions") or {} for result in sides]
+    facts |= {key: [result["recipe"].get(key) for result in both] for key in _SETTINGS}
+    facts["hash of the prompts"] = [result.get("prompts_sha256") for result in both]
+    versions = [result["machine"].get("versions") or {} for result in both]
     facts |= {package: [each.get(package) for each in versions] for package in sorted(versions[0] | versions[1])}
     notes: list[str] = [
         f"{key}: {pair[0]} ({first}), {pair[1]} ({name})" for key, pair in facts.items() if pair[0] != pair[1]

@@ -24,7 +24,7 @@ def write_forge_page(results: Mapping[str, Any], out: Path) -> Path:
     tables, winners = [], []
     for each in results["workloads"]:
         workload = Workload(each["batch"], each["temperature"])
-        parts = {"Given drafters, and candidates after short training": each["compared"], "Tuned": each["tuned"]}
+        parts = {"Existing drafters, and candidates after short training": each["compared"], "Tuned": each["tuned"]}
         tables += [
             Table(f"{title}, {workload}", _COLUMNS, list(map(_row, rows))) for title, rows in parts.items() if rows
         ]
@@ -35,7 +35,7 @@ def write_forge_page(results: Mapping[str, Any], out: Path) -> Path:
 
 
 def _verdict(certificate: Mapping[str, str]) -> str | None:
-    """Return the worst verdict of a certificate, excluding the baseline, or None if there are no verdicts."""
+    """Return the worst verdict in a certificate, except for the baseline, or None if there are no verdicts."""
     verdicts = [verdict for label, verdict in certificate.items() if not label.startswith("autoregressive")]
     return max(verdicts, key=VERDICTS.index, default=None)
 

@@ -37,12 +37,12 @@ Results = Mapping[str, Any]
 
 
 def report_path(results: Path) -> Path:
-    """Return the path of the report: `report.html` for `results.json`, otherwise `NAME.html` for `NAME.json`."""
+    """Return the path of a report: `report.html` for `results.json`, otherwise `NAME.html` for `NAME.json`."""
     return results.with_name("report.html" if results.name == "results.json" else f"{results.stem}.html")
 
 
 def run_report(paths: Sequence[Path], out: Path | None = None) -> Path:
-    """Write an HTML report of results files. Print a comparison of the first file with the others."""
+    """Write an HTML report of results files, and print a comparison of the first file with the others."""
     names, loaded = short_names(paths), [load_results(path) for path in paths]
     comparison = compare(names, loaded) if len(loaded) > 1 else None
     written = write_report(out or report_path(paths[0]), paths, loaded, comparison)
@@ -58,7 +58,7 @@ def run_report(paths: Sequence[Path], out: Path | None = None) -> Path:
 def write_report(
     out: Path, paths: Sequence[Path], results: Sequence[Results], comparison: Comparison | None = None
 ) -> Path:
-    """Write an HTML report of results and of the certificates in the same directories, and return its path."""
+    """Write an HTML report of results and of the certificates next to them, and return the path of the report."""
     names = short_names(paths)
     parts = ["<h1>Speculative decoding benchmark</h1>"]
     if comparison is not None:
@@ -70,7 +70,7 @@ def write_report(
 
 
 def _certificate(results: Path, recipe: Mapping[str, Any]) -> str:
-    """Render the certificate in the directory of the results, or an error message if it cannot be loaded."""
+    """Render the certificate next to the results as HTML, or an error message if it cannot be loaded."""
     path = derive_path(results, KIND)
     if not path.is_file():
         return ""
@@ -83,7 +83,7 @@ def _certificate(results: Path, recipe: Mapping[str, Any]) -> str:
 
 
 def write_page(out: Path, title: str, body: str) -> Path:
-    """Write an HTML file atomically, with a table of contents that links to the headings and captions in `body`."""
+    """Write an HTML file with a table of contents that links to the headings and table captions in `body`."""
     links: list[tuple[str, str]] = []
 
     def add_anchor(match: re.Match[str]) -> str:
@@ -98,7 +98,7 @@ def write_page(out: Path, title: str, body: str) -> Path:
 
 
 def short_names(paths: Sequence[Path]) -> list[str]:
-    """Return short and distinct names for results files; raise ValueError if a file is given twice."""
+    """Return short and distinct names for results files. Raise ValueError if a file is given twice."""
     if len({path.resolve() for path in paths}) < len(paths):
         raise ValueError(f"results files must be distinct, got {', '.join(map(str, paths))}")
     names = ["/".join(path.parts[-2:]) for path in paths]
@@ -106,7 +106,7 @@ def short_names(paths: Sequence[Path]) -> list[str]:
 
 
 def _context(results: Results) -> dict[str, Any]:
-    """Return the variables of the template `evaluation.html`."""
+    """Return the variables for the template `evaluation.html`."""
     rows, machine, is_bench = results["methods"], results["machine"], results["kind"] == BENCH
     temperatures = dict.fromkeys(float(row["temperature"]) for row in rows)
     groups = {each: [(n, row) for n, row in enumerate(rows, 1) if row["temperature"] == each] for each in temperatures}
@@ -148,10 +148,10 @@ def _card(temperature: float, rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def verdict(rows: Sequence[Row]) -> str:
-    """Return a sentence about the best speedup of a server and the concurrency levels without a speedup."""
+    """Return a sentence on the best speedup of a server and on the concurrency levels without a speedup."""
     known = [row for row in rows if row["method"] != BASELINE and row["speedup"] is not None]
     if not known:
-        return "There is no speedup without a baseline: pass --baseline."
+        return "The speedup is unknown without a baseline: pass --baseline."
     best = max(known, key=lambda row: float(row["speedup"]))
     interval = f" (95 % interval {interval_cell(best['speedup_interval']).text})" if best["speedup_interval"] else ""
     text = f"Best speedup: {number(best['speedup'])}×{interval} at {best['label']}"

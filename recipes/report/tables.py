@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 Row = Mapping[str, Any]
 Numbered = tuple[int, Row]
-"""Row number in the report, and the row of results."""
+"""Pair of a row number in the report and a row of the results."""
 DASH = "–"
 _DEPTHS = 12  # maximum number of columns of the table by depth
 
@@ -32,7 +32,7 @@ def _environment() -> Environment:
 
 
 def render(template: str, **values: Any) -> str:
-    """Render a Jinja template. Strings are escaped; objects with an `__html__` method, such as `Table`, are not."""
+    """Render a Jinja template. Strings are escaped, but objects with an `__html__` method, such as `Table`, are not."""
     from markupsafe import Markup
 
     return Markup(_environment().get_template(template).render(**values))
@@ -91,7 +91,7 @@ class Table:
 
 
 def number(value: Any, digits: int = 2) -> str:
-    """Format a finite number. All other values, including NaN, are formatted as a dash."""
+    """Format a finite number with a number of decimals. Any other value, including NaN, becomes a dash."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         return DASH
     return f"{value:,.{digits}f}"
@@ -103,14 +103,14 @@ def number_cell(value: Any, digits: int = 2) -> Cell:
 
 
 def interval_cell(pair: Any, digits: int = 2) -> Cell:
-    """Return a cell with an interval such as `1.80–2.10`, or a dash. The sort key is the lower bound."""
+    """Return a cell with an interval such as `1.80–2.10`, or a dash. Its sort key is the lower bound."""
     if not pair:
         return Cell(DASH)
     return Cell(f"{number(pair[0], digits)}–{number(pair[1], digits)}", pair[0])
 
 
 def metric_of(row: Row, metric: str) -> float | None:
-    """Return the number at a dotted path in a row, such as `flops_per_token.total`, or None if it is missing."""
+    """Return the number at a dotted path in a row (`flops_per_token.total`), or None if there is no number."""
     value: Any = row
     for part in metric.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None
@@ -134,7 +134,7 @@ def _metric(heading: str, key: str, digits: int = 2, unit: str = "", scale: floa
 
 
 def _lossless(row: Row) -> Cell:
-    """Return a cell that shows whether a method is lossless, and how many outputs equal greedy decoding."""
+    """Return a cell that shows whether a method is lossless and how many outputs are identical to greedy decoding."""
     same, ties = row.get("identical_to_greedy"), row.get("near_ties")
     identical = f" {same[0]}/{same[1]}" if same and row.get("lossless") else ""
     note = f"{ties} near-tie{'s' * (ties > 1)}" if ties else ""
@@ -147,7 +147,7 @@ def _share_cell(pair: Any) -> Cell:
 
 
 def speedup_cell(row: Row) -> Cell:
-    """Return a cell with the speedup, which is marked if the time measurements are unsteady."""
+    """Return a cell with the speedup of a row. The cell is marked if the time measurements are unsteady."""
     cell = number_cell(row.get("speedup"))
     if row.get("steady") is not False:
         return cell
@@ -155,7 +155,7 @@ def speedup_cell(row: Row) -> Cell:
 
 
 UNSTEADY = "?"
-"""Suffix of speedups with unsteady time measurements."""
+"""Suffix of speedups whose time measurements are unsteady."""
 _LOSSLESS = Metric(Column("lossless", "greedy text"), _lossless)
 _STEP = (
     _metric("tokens per step", "tokens_per_step", unit="τ"),
@@ -192,7 +192,7 @@ _BY_CATEGORY = (_metric("prompts", "prompts", 0), *_STEP, _PERPLEXITY, _ROUGE)
 
 
 def cost_metrics(rows: Sequence[Row]) -> tuple[Metric, ...]:
-    """Return the columns of the cost table. The unit of FLOPs depends on the largest value."""
+    """Return the columns of the cost table, with a unit for FLOPs that fits the largest value."""
     most = max((metric_of(row, "flops_per_token.total") or 0 for row in rows), default=0)
     units = (("TFLOP", 1e12), ("GFLOP", 1e9), ("MFLOP", 1e6))
     name, size = next(((name, size) for name, size in units if most >= size), ("kFLOP", 1e3))
@@ -217,13 +217,13 @@ _KINDS = {"best": "fastest lossless method", "slower": "slower than the baseline
 
 
 def best_lossless(rows: Iterable[Row]) -> Row | None:
-    """Return the fastest lossless method except the baseline. Rows with steady time measurements are preferred."""
+    """Return the row of the fastest lossless method except the baseline. Steady measurements are preferred."""
     fit = [row for row in rows if row.get("lossless") and row["method"] != BASELINE and row.get("speedup") is not None]
     return max(fit, key=lambda row: (row.get("steady") is not False, float(row["speedup"])), default=None)
 
 
 def conclusions(rows: Sequence[Row]) -> list[str]:
-    """Return one line for each temperature, which reports the fastest lossless method and its speedup."""
+    """Return a line for each temperature that reports the fastest lossless method and its speedup."""
     lines = []
     for temperature in dict.fromkeys(row["temperature"] for row in rows):
         best = best_lossless(row for row in rows if row["temperature"] == temperature)
@@ -239,7 +239,7 @@ def conclusions(rows: Sequence[Row]) -> list[str]:
 
 
 def kinds_of(rows: Sequence[Row]) -> list[str]:
-    """Return the kind of each row: `best` at its temperature, `slower` than the baseline, or an empty string."""
+    """Return the kind of each row: `best` (at its temperature), `slower` (than the baseline) or an empty string."""
     best = [best_lossless(row for row in rows if row["temperature"] == each["temperature"]) for each in rows]
     slower = [row["method"] != BASELINE and (row.get("speedup") or 1) < 1 for row in rows]
     return [
@@ -249,7 +249,7 @@ def kinds_of(rows: Sequence[Row]) -> list[str]:
 
 
 def method_cell(index: int, row: Row, kind: str = "") -> Cell:
-    """Return the first cell of a row, with the number of the method in the charts, its label and its options."""
+    """Return the first cell of a row, with the method's number in the charts, its label and its options."""
     options = options_text(row)
     named = "" if row["label"].startswith(row["method"]) else f"{row['method']}, " if options else row["method"]
     notes = [named + options, _KINDS.get(kind, "")]
@@ -262,7 +262,7 @@ def options_text(row: Row) -> str:
 
 
 def method_table(caption: str, rows: Sequence[Row], metrics: Sequence[Metric] = TERMINAL) -> Table:
-    """Return a table with a row for each method."""
+    """Return a table with a row for each method and a column for each metric."""
     columns, kinds = [METHOD, *(metric.column for metric in metrics)], kinds_of(rows)
     cells = [
         [method_cell(index, row, kind), *(metric.cell(row) for metric in metrics)]
@@ -290,11 +290,11 @@ def depth_table(rows: Sequence[Row]) -> Table:
 
 
 def energy_table(section: Mapping[str, Any]) -> Table:
-    """Return the table of `evaluate --energy`: energy and time of the target's forward passes for each batch size."""
+    """Return a table of the energy and time of the target's forward passes for each batch size."""
     metrics = [_metric("energy", f"joules_per_{part}", 3, f"J/{part}") for part in ("run", "input")]
     metrics.append(_metric("above idle", "joules_per_run_above_idle", 3, "J/run"))
     metrics += [_metric("time", f"seconds_per_{part}", 2, f"ms/{part}", 1e3) for part in ("run", "input")]
     rows = [[Cell(row["label"]), *(metric.cell(row) for metric in metrics)] for row in section["rows"]]
     counted = f"energy of {section['covers']}" if section["source"] else f"no energy: {section['covers']}"
-    caption = f"Forwards of one token with {section['context']} tokens of context; {counted}"
+    caption = f"Forward passes of one token with {section['context']} tokens of context; {counted}"
     return Table(caption, [Column("batch", numeric=False), *(metric.column for metric in metrics)], rows)

@@ -18,13 +18,13 @@ _SECONDS_BETWEEN_LOOKS = 0.5
 
 
 def launched() -> int:
-    """Return the number of processes that a launcher (torchrun, `accelerate launch`) started, at least 1."""
+    """Return the number of processes that torchrun or `accelerate launch` started, or 1 without a launcher."""
     size = os.environ.get("WORLD_SIZE", "1")
     return int(size) if "RANK" in os.environ and size.isdecimal() else 1
 
 
 def end_with_launcher() -> None:
-    """Start a thread that sends SIGTERM to this process when its launcher has ended."""
+    """Start a thread that sends SIGTERM to this process after its launcher (torchrun, accelerate) has ended."""
     launcher = os.getppid()
 
     def watch() -> None:
@@ -37,7 +37,7 @@ def end_with_launcher() -> None:
 
 
 def run_launched(options: str, *arguments: str) -> None:
-    """Run `accelerate launch OPTIONS -m draftsmith ARGUMENTS`; raise ValueError if the command fails."""
+    """Run `accelerate launch OPTIONS -m draftsmith ARGUMENTS`. Raise ValueError if the command fails."""
     command = [
         sys.executable,
         "-m",
@@ -50,17 +50,17 @@ def run_launched(options: str, *arguments: str) -> None:
     with subprocess.Popen(command, stdout=sys.stderr, preexec_fn=end_with_parent) as process:
         status = process.wait()
     if status:
-        raise ValueError(f"{shlex.join(arguments)}, launched with {options!r}, ended with status {status}")
+        raise ValueError(f"`{shlex.join(arguments)}`, launched with {options!r}, failed with exit status {status}")
 
 
 def end_with_parent() -> None:
-    """Request that Linux sends SIGTERM to this process when its parent process ends."""
+    """Make Linux send SIGTERM to this process when its parent process ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)
 
 
 def is_first() -> bool:
-    """Return whether this is the only or the first launched process. Only this process prints output."""
+    """Return whether this process is the first or the only one that was launched; only this one prints output."""
     return launched() == 1 or os.environ["RANK"] == "0"
 
 
@@ -68,9 +68,8 @@ def refuse_several(command: str) -> None:
     """Raise ValueError in every process if several processes were launched for a single-process command."""
     if launched() > 1:
         raise ValueError(
-            f"`draftsmith {command}` runs in one process, but {launched()} were launched: start it without a launcher "
-            "and without its variables RANK and WORLD_SIZE (`train` and `prepare --teacher` share their work among "
-            "several)"
+            f"`draftsmith {command}` runs in one process, but {launched()} processes were launched: run it without a "
+            "launcher, and unset RANK and WORLD_SIZE (only `train` and `prepare --teacher` support several processes)"
         )
 
 

@@ -23,7 +23,7 @@ class Finding(NamedTuple):
 
 
 def findings() -> list[Finding]:
-    """Return package versions, missing packages, devices and supported data types of this machine."""
+    """Return the package versions, missing packages, devices and supported data types of this machine."""
     from ...decode.evaluation.energy import open_meter
 
     rows = [Finding("draftsmith", __version__), Finding("python", platform.python_version())]
@@ -43,7 +43,7 @@ def findings() -> list[Finding]:
         rows.append(Finding("cuda", "no device", "models run on the CPU"))
     meter, covers = open_meter(gpus or [torch.device("cpu")])
     with meter or nullcontext():  # closes NVML and the sampling threads
-        rows.append(Finding("energy", covers if meter else "not counted", "" if meter else covers))
+        rows.append(Finding("energy", covers if meter else "not measured", "" if meter else covers))
     return rows
 
 
@@ -55,7 +55,7 @@ def _load() -> Finding:
 
 
 def has_bfloat16(on_cpu: bool = False) -> bool:
-    """Return whether the GPU (or the CPU, if there is no GPU or `on_cpu` is set) supports bfloat16 natively."""
+    """Return whether the GPU, or the CPU if there is no GPU or `on_cpu` is True, supports bfloat16 natively."""
     if torch.cuda.is_available() and not on_cpu:
         return torch.cuda.is_bf16_supported(including_emulation=False)
     known: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # since torch 2.12
@@ -63,7 +63,7 @@ def has_bfloat16(on_cpu: bool = False) -> bool:
 
 
 def _packages() -> dict[str, str]:
-    """Return a mapping from dependencies to the extras that install them; empty if draftsmith is not installed."""
+    """Return a mapping from dependencies to the extras that install them (empty if draftsmith is not installed)."""
     versions: dict[str, str] = {}
     with suppress(PackageNotFoundError):
         extras = [extra for extra in metadata("draftsmith").get_all("Provides-Extra") or () if extra != "test"]
@@ -75,7 +75,7 @@ def _packages() -> dict[str, str]:
 
 
 def version_of(name: str) -> str | None:
-    """Return the version of an installed package, or None."""
+    """Return the version of a package, or None if the package is not installed."""
     try:
         return version(name)
     except PackageNotFoundError:
@@ -83,7 +83,7 @@ def version_of(name: str) -> str | None:
 
 
 def _formats(device: str) -> str:
-    """Return the floating-point data types in which a device can multiply matrices, as text."""
+    """Return a list, as text, of the floating-point data types in which a device can multiply matrices."""
     works = []
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         with suppress(RuntimeError):
@@ -94,7 +94,7 @@ def _formats(device: str) -> str:
 
 
 def machine(device: str) -> dict[str, Any]:
-    """Return the hardware and the library versions, which are stored with all measurements."""
+    """Describe the hardware and the library versions, which are stored with all measurements."""
     name = torch.cuda.get_device_name() if device.startswith("cuda") else _cpu_name()
     packages = ("draftsmith", "torch", "transformers", "accelerate", "deepspeed")
     versions = {package: version for package in packages if (version := version_of(package)) is not None}

@@ -16,7 +16,7 @@ _Recipe = TypeVar("_Recipe", DrafterRecipe | HeadsRecipe, DrafterRecipe | HeadsR
 
 @cache
 def bfloat16_slowdown() -> float:
-    """Measure how many times slower a matrix product is in bfloat16 than in float32 on this CPU."""
+    """Measure how many times slower matrix products are in bfloat16 than in float32 on this CPU."""
     seconds = []
     for dtype in (torch.bfloat16, torch.float32):
         tokens, weight = torch.ones(64, 1024, dtype=dtype), torch.ones(1024, 1024, dtype=dtype)
@@ -32,8 +32,8 @@ def bfloat16_slowdown() -> float:
 def settle_precision(recipe: _Recipe) -> _Recipe:
     """Return the recipe with `train.precision: auto` resolved for this machine.
 
-    If bfloat16 is only emulated, `auto` selects float32, also for the target. A recipe that explicitly sets bfloat16 is
-    not changed, but a warning is logged.
+    If bfloat16 is only emulated, `auto` selects float32 for the drafter and the target. A recipe that explicitly sets
+    bfloat16 is not changed, but a warning is logged.
     """
     if isinstance(recipe, TableRecipe):
         return recipe

@@ -9,7 +9,7 @@ from .terminal import Advance, bar, log
 
 
 class Stoppable(StopSignals):
-    """Signal handler that stops the command `title` after the current step. `further` is appended to log messages."""
+    """Signal handler that stops the command `title` after the current step. Log messages end with `further`."""
 
     def __init__(self, title: str, further: str = "; the same command resumes from here") -> None:
         super().__init__()
@@ -20,11 +20,11 @@ class Stoppable(StopSignals):
         return self
 
     def __call__(self) -> bool:
-        """Return whether a signal has arrived."""
+        """Return whether a stop signal (SIGINT or SIGTERM) has arrived."""
         return self.received is not None
 
     def check(self, report: bool = True) -> None:
-        """Raise Interrupted if a signal has arrived. With `report`, also log a message."""
+        """Raise Interrupted if a stop signal has arrived. If `report` is True, also log a message."""
         if self.received is not None:
             stopped = f"{self._what}: stopped by signal {self.received}{self._further}"
             if report:
@@ -33,7 +33,7 @@ class Stoppable(StopSignals):
 
     @contextmanager
     def bar(self, title: str, unit: str) -> Iterator[Advance]:
-        """Show a progress bar that raises Interrupted at the next update after a signal."""
+        """Show a progress bar. After a stop signal, the next update raises Interrupted."""
         with bar(title, unit) as advance:
 
             def watched(done: int, total: int, note: str = "") -> None:

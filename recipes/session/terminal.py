@@ -46,26 +46,26 @@ def write_json(text: str) -> None:
 
 
 def log(text: str) -> None:
-    """Print a line on standard error."""
+    """Print a line to standard error."""
     Terminal(stderr=True, soft_wrap=True).print(text)
 
 
 @contextmanager
 def counter(title: str, unit: str) -> Iterator[Callable[[int, int], None]]:
-    """Log progress at intervals if the total is unknown. Yield a function `advance(done, unused)`."""
+    """Log progress at intervals for work whose total is unknown. Yield a callback `advance(done, unused)`."""
     advance = _lines(title, unit)
     yield lambda done, _: advance(done, 0)
 
 
 class Advance(Protocol):
-    """Progress callback with the number of finished units, the total, and a note on the next unit."""
+    """Progress callback that receives the number of finished units, the total, and a note on the next unit."""
 
     def __call__(self, done: int, total: int, note: str = "") -> None: ...
 
 
 @contextmanager
 def bar(title: str, unit: str) -> Iterator[Advance]:
-    """Show a progress bar on a terminal, or log progress at intervals otherwise. Yield a callback for updates.
+    """Show a progress bar on a terminal, otherwise log progress at intervals. Yield a callback for updates.
 
     The remaining time is estimated from the progress since the first update, so that resumed work does not count.
     """
@@ -100,7 +100,7 @@ def _lines(title: str, unit: str) -> Advance:
             last = now
             speed = (done - first) / (now - start)
             of, remaining = (f" of {total:,}", f"{duration((total - done) / speed)} left") if total else ("", "")
-            remaining = remaining or f"{speed:,.0f} a second"
+            remaining = remaining or f"{speed:,.0f} per second"
             log(f"{title}: {done:,}{of} {unit}, {remaining}" + (f"; next: {note}" if note else ""))
 
     return advance_line

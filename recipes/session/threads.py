@@ -1,4 +1,4 @@
-"""Selection of the number of OpenMP threads by the number of idle cores, before torch is imported."""
+"""Selection of the number of OpenMP threads from the number of idle cores, before torch is imported."""
 
 import os
 import sys
@@ -15,8 +15,8 @@ _IDLE = 3, 4  # columns of the idle and iowait times
 def choose_threads() -> str:
     """Set `OMP_NUM_THREADS` to the number of idle cores for compute-intensive commands, unless the user has set it.
 
-    OpenMP threads synchronise after every operation, so that another process on one core slows down all threads
-    (`tests/bench/contention.py`). Does nothing without `/proc/stat`. Returns a message to log, or an empty string.
+    OpenMP threads synchronise after every operation, so another process on one core slows down all threads
+    (`tests/bench/contention.py`). Returns a message to log, or an empty string if nothing was set.
     """
     if "OMP_NUM_THREADS" in os.environ or not _STAT.is_file() or not _COMPUTING & {*sys.argv[1:2]}:
         return ""
@@ -31,7 +31,7 @@ def choose_threads() -> str:
 
 
 def count_idle(before: str, after: str, cores: Collection[int]) -> float:
-    """Return the number of idle cores among `cores` between two readings of `/proc/stat`."""
+    """Return the mean number of idle cores among `cores` between two readings of `/proc/stat`."""
     idle = 0.0
     for old, new in zip(before.splitlines(), after.splitlines(), strict=False):
         name, *ticks = new.split()

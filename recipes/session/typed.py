@@ -1,4 +1,4 @@
-"""Command line as the user typed it, recorded in manifests without secrets."""
+"""Command line that the user typed, which is recorded in manifests without secrets."""
 
 import os
 import shlex
@@ -12,7 +12,7 @@ _PROGRAM = "draftsmith"
 
 
 def typed_command(arguments: Sequence[str] | None = None, environment: Mapping[str, str] | None = None) -> str | None:
-    """Return the typed command line, including `accelerate launch` but no secrets, or None for the Python API."""
+    """Return the typed command line, with `accelerate launch` but without secrets, or None in the Python API."""
     program, *arguments_typed = sys.argv if arguments is None else arguments
     environment = os.environ if environment is None else environment
     path = Path(program)

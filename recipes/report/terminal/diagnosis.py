@@ -16,7 +16,7 @@ _STAGES = {"record": "training", "files": "saved artifact", "own": "on-policy", 
 
 
 def show_diagnosis(result: Mapping[str, Any], console: Console) -> None:
-    """Print the measured stages, the findings and the engines' verdicts for a target/drafter pair."""
+    """Print the measured stages, the findings and the verdicts of serving engines for a target/drafter pair."""
     if "stages" in result:
         _show_measured(result, console)
     show_findings(result["findings"], console)
@@ -29,11 +29,11 @@ def show_diagnosis(result: Mapping[str, Any], console: Console) -> None:
 
 
 def show_findings(findings: Sequence[Mapping[str, Any]], console: Console) -> None:
-    """Print a table of findings with remedies. Faults come first."""
+    """Print a table of findings and their remedies, with faults first."""
     if not findings:
         console.print("no findings\n")
         return
-    table = _wide_table("findings", RichColumn(no_wrap=True), "check", "what", "target", "drafter", "acceptance lost")
+    table = _wide_table("findings", RichColumn(no_wrap=True), "check", "issue", "target", "drafter", "acceptance lost")
     for one in sorted(findings, key=lambda one: one["severity"]):
         loss = "" if one["lost"] is None else f"{one['lost']:.3f}"
         loss += f" ({_span(one['interval'])})" if one["interval"] is not None else ""
@@ -67,7 +67,7 @@ def _show_measured(result: Mapping[str, Any], console: Console) -> None:
             [each["reading"], "; ".join(each["names"]), " ".join(f"{share:.3f}" for share in each["agreement_by_step"])]
             for each in result["readings"]
         ]
-        console.print(_table("agreement by inputs", ("inputs", "of", "by step"), rows))
+        console.print(_table("agreement by inputs", ("inputs", "source", "by step"), rows))
 
 
 def _table(title: str, headings: Sequence[str], rows: Sequence[Sequence[Any]]) -> RichTable:
