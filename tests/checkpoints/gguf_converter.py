@@ -1,7 +1,7 @@
 """Stand-in for llama.cpp's converter, which writes a real GGUF file of a small Llama.
 
-It takes the arguments that the tests need, and keeps llama.cpp's order of rows in query and key projections. With
-FAULT in the environment it fails as that says.
+It accepts the arguments that the tests need, and reorders the rows of query and key projections as llama.cpp does.
+The environment variable FAULT selects a planted fault.
 """
 
 import argparse
@@ -37,12 +37,12 @@ LAYERS = "eagle_aux_hidden_state_layer_ids"
 
 
 def tensors_of(folder: Path, config: dict[str, int]) -> dict[str, np.ndarray]:
-    """Return the tensors of a safetensors file without torch: bfloat16 as uint16, but vectors as float32."""
+    """Load a safetensors file without torch; bfloat16 matrices become uint16 and vectors become float32."""
     whole = (folder / "model.safetensors").read_bytes()
     start = 8 + int.from_bytes(whole[:8], "little")
     found = {}
     for name, entry in json.loads(whole[8:start]).items():
-        if name == "d2t":  # offsets, as ids
+        if name == "d2t":  # convert offsets to ids
             first, end = (start + offset for offset in entry["data_offsets"])
             found[name] = np.frombuffer(whole[first:end], np.int64) + np.arange(entry["shape"][0])
         layer = re.fullmatch(r"model\.layers\.(\d+)\.(.+)\.weight", name.replace("midlayer.", "model.layers.0."))
@@ -51,7 +51,7 @@ def tensors_of(folder: Path, config: dict[str, int]) -> dict[str, np.ndarray]:
             continue
         first, end = (start + offset for offset in entry["data_offsets"])
         tensor = np.frombuffer(whole[first:end], DTYPES[entry["dtype"]]).reshape(entry["shape"])
-        if own in ("attn_q", "attn_k"):  # in each head, the two of a rotary pair beside each other
+        if own in ("attn_q", "attn_k"):  # make the two rows of each rotary pair adjacent
             heads = config["num_attention_heads" if own == "attn_q" else "num_key_value_heads"]
             tensor = tensor.reshape(heads, 2, -1, tensor.shape[1]).swapaxes(1, 2).reshape(tensor.shape)
         if tensor.ndim == 1 and entry["dtype"] == "BF16":
@@ -72,7 +72,7 @@ class ModelBase:
 
 class TextModel(ModelBase):
     def get_vocab_base_pre(self, tokenizer: dict[str, Any]) -> str:
-        """Return the name of a pre-tokenizer, as llama.cpp determines it."""
+        """Return the name of the pre-tokenizer, determined as in llama.cpp."""
         if "<published>" in tokenizer["model"]["vocab"]:
             return "published"
         raise NotImplementedError("BPE pre-tokenizer was not recognized - update get_vocab_base_pre()")
@@ -83,7 +83,7 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("--outfile", type=Path, required=True)
     parser.add_argument("--outtype", choices=[name.lower() for name in DTYPES], required=True)
-    parser.add_argument("--target-model-dir", type=Path, help="of EAGLE-3 heads, whose tokenizer is that")
+    parser.add_argument("--target-model-dir", type=Path, help="target model of EAGLE-3 heads, whose tokenizer is used")
     asked, fault = parser.parse_args(), os.environ.get("FAULT", "")
     if fault == "fails":
         print("\n".join(f"line {number}" for number in range(40)))

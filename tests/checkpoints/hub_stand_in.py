@@ -1,6 +1,6 @@
-"""Stand-in for the hub on 127.0.0.1 with the protocol of huggingface_hub: repositories with commits and branches.
+"""Stand-in for the hub on 127.0.0.1, with the protocol of huggingface_hub: repositories with commits and branches.
 
-Large files are uploaded as small ones are; what is not known of the real hub's answers follows the client's source."""
+Large files are uploaded like small ones. Undocumented responses of the real hub follow the source of the client."""
 
 import base64
 import hashlib
@@ -37,11 +37,11 @@ class Blob:
 
     @property
     def oid(self) -> str:
-        """Return git's name of the file."""
+        """Git object id of the file."""
         return hashlib.sha1(b"blob %d\0" % len(self.content) + self.content).hexdigest()
 
     def about(self, name: str) -> dict[str, Any]:
-        """Return the entry in lists of files."""
+        """Return the entry of the file in the listing of a repository."""
         known = {"type": "file", "path": name, "rfilename": name, "oid": self.oid, "blobId": self.oid}
         known |= {"size": len(self.content)}
         lfs = {"oid": self.sha256, "sha256": self.sha256, "size": len(self.content), "pointerSize": 130}
@@ -50,7 +50,7 @@ class Blob:
 
 @dataclass
 class Repo:
-    """Commits by name, and the heads of branches."""
+    """Repository with commits by id, and the last commit of each branch."""
 
     private: bool = False
     gated: bool = False
@@ -69,14 +69,16 @@ class Repo:
         return name if name in self.commits else None
 
     def head(self, branch: str = "main") -> dict[str, bytes]:
-        """Return the files of a branch, without those whose names begin with a dot."""
+        """Return the files of a branch, except files whose names begin with a dot."""
         files = self.commits[self.branches[branch]]
         return {name: blob.content for name, blob in files.items() if not name.startswith(".")}
 
 
 class Hub(ThreadingHTTPServer):
-    """The stand-in, with `repos`, the kinds of `requests`, and the downloaded files `got`. Requests of a kind in
-    `failing` are answered with that status."""
+    """Server with `repos`, which records the kinds of `requests` and the downloaded files `got`.
+
+    `failing` maps kinds of requests to the error status with which they are answered.
+    """
 
     daemon_threads = True
 
@@ -88,10 +90,10 @@ class Hub(ThreadingHTTPServer):
         self.got: list[str] = []
         self.failing: dict[str, int] = {}
 
-    handle_error = staticmethod(lambda *_: None)  # clients that go away are no news
+    handle_error = staticmethod(lambda *_: None)  # do not report closed connections
 
     def repo(self, name: str, files: dict[str, bytes] | None = None, **about: Any) -> Repo:
-        """Make a repository with files."""
+        """Create a repository with files."""
         made = self.repos[name] = Repo(**about)
         made.add("main", {".gitattributes": Blob(b"*")} | {path: Blob(data) for path, data in (files or {}).items()})
         return made
@@ -169,12 +171,12 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(answer.body)
-        self.close_connection = True  # a hub that is gone answers on no old connection
+        self.close_connection = True  # tests that stop the hub expect no open connections
 
     do_GET = do_HEAD = do_POST = do_PUT = handle_any
 
     def _route(self) -> tuple[str, Any, tuple[Any, ...]]:
-        """Return the kind of request, the method that answers, and its arguments."""
+        """Return the kind of request, the method that answers the request, and the arguments of the method."""
         match [unquote(part) for part in urlsplit(self.path).path.strip("/").split("/")]:
             case ["api", "whoami-v2"]:
                 return "whoami", self.whoami, ()

@@ -25,9 +25,9 @@ MERGES = [
 def sentencepiece_like(style: str) -> PreTrainedTokenizerFast:
     """Return a Llama-type tokenizer: "▁" for a space, bytes for unknown characters, `<s>` first.
 
-    `style` is where the "▁" at a text's start comes from, the cases that transformers' `legacy` and `add_prefix_space`
-    make: "always" adds it to every piece of text unless there is one, "first" only at the start of a document, "never"
-    nowhere, "prepend" to every piece, even to one that begins with a space.
+    `style` determines where "▁" is added at the start of a text, like `legacy` and `add_prefix_space` in transformers:
+    "always" adds it to every piece of text that does not begin with a space, "first" only at the start of a document,
+    "never" nowhere, and "prepend" to every piece.
     """
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), "▁", *map(chr, range(33, 127))]
     tokens += ["".join(pair) for pair in MERGES]

@@ -1,4 +1,4 @@
-"""User errors are one ValueError with the position, both values and the nearest valid name."""
+"""User errors raise a ValueError that names the position, both values and the nearest valid name."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Regeneration: killed at any point and resumed, every conversation is written once."""
+"""Regeneration writes every conversation once, even if it is killed and resumed."""
 
 import asyncio
 import json
@@ -24,7 +24,7 @@ def conversation(name: str, *questions: str, system: str | None = None) -> Conve
 
 
 def echo(question: Question) -> Answer:
-    """Return an answer that repeats the question and the context."""
+    """Answer with a text that repeats the question and the context."""
     return Answer(" / ".join(turn.text for turn in question.turns))
 
 
@@ -60,10 +60,10 @@ def test_answers_are_replaced_and_questions_are_kept(tmp_path: Path) -> None:
     assert rows(out)[0]["finish"] == ["stop", "stop"]
 
 
-def test_identical_rows_are_as_many_as_in_the_source(tmp_path: Path) -> None:
+def test_identical_rows_are_all_answered(tmp_path: Path) -> None:
     twice = [conversation("a", "one"), conversation("b", "one"), conversation("a", "one"), conversation("a", "other")]
     assert len({key for key, _ in keyed(twice)}) == 4
-    # the place in the source does not count, nor does what stands between
+    # keys depend neither on the position in the source nor on rows in between
     assert {key for key, _ in keyed(reversed(twice))} == {key for key, _ in keyed(twice)}
     out = tmp_path / "out.jsonl"
     run(out, twice[:2])

@@ -1,4 +1,4 @@
-"""Trained vocabularies are exact, complete and reproducible; loading errors are clear."""
+"""Trained vocabularies have the exact size and are reproducible; loading errors are clear."""
 
 from pathlib import Path
 
@@ -22,8 +22,8 @@ def test_exact_size_and_special_ids() -> None:
     assert [TOKENIZER.convert_tokens_to_ids(token) for token in SPECIALS] == [0, 1, 2]
     assert (TOKENIZER.pad_token, TOKENIZER.bos_token, TOKENIZER.eos_token) == (SPECIALS[0], SPECIALS[0], SPECIALS[2])
     assert TOKENIZER("<|im_start|>").input_ids == [1]
-    assert len(TOKENIZER("the").input_ids) < 3, "merges were learnt"
-    assert train_bpe(iter(TEXTS), 280, SPECIALS).get_vocab() == TOKENIZER.get_vocab(), "the same every time"
+    assert len(TOKENIZER("the").input_ids) < 3, "no merges were learned"
+    assert train_bpe(iter(TEXTS), 280, SPECIALS).get_vocab() == TOKENIZER.get_vocab(), "training is not deterministic"
 
 
 @settings(max_examples=60, deadline=None)
@@ -33,7 +33,7 @@ def test_any_text_survives_a_round_trip(text: str) -> None:
     assert TOKENIZER.decode(ids) == text
 
 
-def test_saved_and_loaded_is_the_same(tmp_path: Path) -> None:
+def test_a_tokenizer_survives_a_round_trip(tmp_path: Path) -> None:
     TOKENIZER.save_pretrained(tmp_path)
     loaded = load_tokenizer(str(tmp_path))
     assert loaded.get_vocab() == TOKENIZER.get_vocab()

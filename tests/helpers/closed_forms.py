@@ -17,7 +17,7 @@ _TINY = 1e-300
 
 
 def total_variation(target_XV: Floats, draft_XV: Floats) -> Floats:
-    """Return TV(p, q) = ½ Σ |p - q|, [...]; D_LK of arXiv 2211.17192 (definition 3.2, lemma 3.3)."""
+    """Compute TV(p, q) = ½ Σ |p - q|, [...], which is D_LK of arXiv 2211.17192 (definition 3.2, lemma 3.3)."""
     return np.asarray(np.abs(target_XV - draft_XV).sum(-1) / 2)
 
 
@@ -26,7 +26,7 @@ def refusals(target_XV: Floats, draft_XV: Floats, candidates: int) -> tuple[Floa
 
     Returns:
         The probability that all `candidates` are rejected, Π TV(pᵐ, q), [...], and the distribution of the next token
-        in that case, pᵏ⁺¹, [..., V]. If its mass is zero, the last distribution with a mass is returned.
+        in that case, pᵏ⁺¹, [..., V]. If its mass is zero, the last distribution with a positive mass is returned.
     """
     left_XV, refused_X1 = np.asarray(target_XV, dtype=np.float64), np.ones((*np.shape(target_XV)[:-1], 1))
     for _ in range(candidates):
@@ -38,22 +38,22 @@ def refusals(target_XV: Floats, draft_XV: Floats, candidates: int) -> tuple[Floa
 
 
 class OverAccepted(NamedTuple):
-    """Results of acceptance with b = min(1, (p + ε)/q) for one pair of distributions."""
+    """Results of over-acceptance with b = min(1, (p + ε)/q) for one pair of distributions."""
 
     accept_V: Floats
     """Acceptance probabilities b, [V]."""
     rejection: float
     """Probability of rejection, Σ (1 - b) q."""
     loss: float
-    """Loss*(b): minimum bias (total variation from the target) that b allows."""
+    """Loss*(b): minimum bias for this b, as total variation from the target distribution."""
     optimal_V: Floats
-    """Output of Decoding-OPT, which samples from [p - b q]+ after a rejection; its bias is `loss`."""
+    """Output distribution of Decoding-OPT, which samples from [p - b q]+ after a rejection; its bias is `loss`."""
     simple_V: Floats
-    """Output of Decoding-UNO, which samples from p after a rejection."""
+    """Output distribution of Decoding-UNO, which samples from p after a rejection."""
 
 
 def over_acceptance(target_V: Floats, draft_V: Floats, epsilon: float) -> OverAccepted:
-    """Return rejection, minimum bias and outputs of over-acceptance (arXiv 2411.00841, theorem 4).
+    """Compute rejection probability, minimum bias and outputs of over-acceptance (arXiv 2411.00841, theorem 4).
 
     Loss*(b) = ½ Σ |p - bq| - ½ Σ (1 - b) q.
     """

@@ -1,7 +1,7 @@
-"""Faults planted in the real code, which the certificate should find.
+"""Faults that are planted in the library code, and which certificates must detect.
 
-A row of `planted.yaml` holds a description, the method (with default options), a function, and pairs of source
-fragments: the original and its replacement. Faults that cannot be expressed as such edits are functions of this module.
+A row of `planted.yaml` has a description, the method (with default options), a function, and pairs of source
+fragments: the original and its replacement. Other faults are functions of this module.
 """
 
 import importlib
@@ -22,7 +22,7 @@ from draftsmith.decode.tree import Tree
 
 
 class Fault(NamedTuple):
-    """Fault in a method, and a function that plants it."""
+    """Fault in a decoding method, with a function that plants it."""
 
     kind: str
     name: str
@@ -32,12 +32,12 @@ class Fault(NamedTuple):
 
 
 def edit(function: str, pieces: Sequence[str]) -> Callable[[pytest.MonkeyPatch], None]:
-    """Return a function that replaces source fragments of a function, for all modules that imported it."""
+    """Return a function that replaces fragments in the source of a library function."""
     module, _, name = function.partition(":")
     found = reduce(getattr, name.split("."), importlib.import_module(f"draftsmith.decode.{module}"))
 
     def plant(patch: pytest.MonkeyPatch) -> None:
-        patch.setattr(tree, "_k_ary", cache(tree._k_ary.__wrapped__))  # a fresh cache, since trees store their masks
+        patch.setattr(tree, "_k_ary", cache(tree._k_ary.__wrapped__))  # cached trees store their masks
         source = textwrap.dedent(inspect.getsource(found))
         for old, new in zip(pieces[::2], pieces[1::2], strict=True):
             assert old in source, f"{function} has no {old!r}"
@@ -51,7 +51,7 @@ def edit(function: str, pieces: Sequence[str]) -> Callable[[pytest.MonkeyPatch],
 
 
 def stale_probs(patch: pytest.MonkeyPatch) -> None:
-    """Give the verifier the distributions of the drafter's previous step."""
+    """Make the verifier use the draft distributions of the previous step."""
     propose = DraftTree.propose
 
     def patched(self: DraftTree, context: Context) -> Any:
@@ -65,7 +65,7 @@ def stale_probs(patch: pytest.MonkeyPatch) -> None:
 
 
 def stale_masks(patch: pytest.MonkeyPatch) -> None:
-    """Use the mask of the first tree for all trees of the same size."""
+    """Reuse the mask of the first tree for all trees of the same size."""
     bias, kept = Tree.bias, dict[Any, Any]()
 
     def patched(self: Tree, start: int, stop: int) -> Any:
@@ -75,7 +75,7 @@ def stale_masks(patch: pytest.MonkeyPatch) -> None:
 
 
 def pairs_of_draws(patch: pytest.MonkeyPatch) -> None:
-    """Return the numbers of the previous call in every second call."""
+    """Make every second call of `Rng.uniform` repeat the numbers of the previous call."""
     uniform = Rng.uniform
 
     def patched(self: Rng, *shape: int) -> Any:

@@ -70,7 +70,7 @@ NO_KERNEL = {
     "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias", "lift", "lift_fresh",
     "_local_scalar_dense", "is_pinned", "set_", "resize_", "_unsafe_view", "record_stream", "_reshape_alias",
 }  # fmt: skip
-TAKES_A_SCALAR = {  # accept a scalar on the CPU, like pointwise operations
+TAKES_A_SCALAR = {  # these accept a scalar on the CPU, like pointwise operations
     "where", "masked_fill", "masked_fill_", "fill_", "fill", "lerp", "_fused_adamw_", "_fused_adam_", "_foreach_add_",
     "_foreach_mul_", "_foreach_div_", "index_put_", "index_put",
 }  # fmt: skip
@@ -86,7 +86,7 @@ class DeviceError(RuntimeError):
 
 @dataclass(frozen=True)
 class Event:
-    """Event and the line that caused it."""
+    """Recorded event with the source line that caused it."""
 
     kind: str
     operation: str
@@ -97,13 +97,12 @@ class Event:
 
 
 class PretendCuda:
-    """Context with a simulated CUDA device; see the module."""
+    """Context manager that simulates a CUDA device, as described in the module docstring."""
 
     def __init__(self) -> None:
         self.recording: list[tuple[Any, Any, Any, Any]] | None = None
         self.caller_is_on_device = False
-        """Whether a call has tensors on the device and names no device, so that new tensors of its C++ code belong
-        there."""
+        """Whether the current call has tensors on the device but no `device`: new tensors belong on the device."""
         self.inside_one_kernel = False
         self._tags: dict[int, StorageWeakRef] = {}
         self._pinned: dict[int, StorageWeakRef] = {}
@@ -158,7 +157,7 @@ class PretendCuda:
 
     def __exit__(self, *_: Any) -> None:
         self._stack.close()
-        for kept in (tree._chain, tree._k_ary):  # they hold copies on the device
+        for kept in (tree._chain, tree._k_ary):  # these modules cache copies on the device
             kept.cache_clear()
 
     def _stands_in(self) -> dict[str, Any]:
@@ -222,14 +221,14 @@ class PretendCuda:
         return other
 
     def wait(self, kind: str, operation: str) -> None:
-        """Record that the host waits; raise DeviceError during a capture."""
+        """Record that the host waits for the device; raise DeviceError during a capture."""
         found = Event(kind, operation, self.where())
         self.syncs.append(found)
         if self.recording is not None:
             raise DeviceError(f"operation not permitted when stream is capturing: {found}")
 
     def mix(self, what: str) -> None:
-        """Raise the error for mixed devices."""
+        """Raise the error of CUDA for tensors on different devices."""
         raise DeviceError(f"expected all tensors to be on the same device: {self.where()}: {what}")
 
     def launch(self, name: str) -> None:
@@ -253,7 +252,7 @@ class PretendCuda:
             on_device = held[0] if name == "copy_" else any(held)
         if not on_device and not any(held):
             return func(*args, **kwargs)
-        if name not in WHOLE and _is_made_of_others(func):  # inference mode does not decompose these
+        if name not in WHOLE and _is_made_of_others(func):  # inference mode does not decompose these operations
             with _Operations(self):
                 return func.decompose(*args, **kwargs)
         self._check(func, name, args, kwargs, tensors, held, on_device)
@@ -343,7 +342,7 @@ class _Operations(TorchDispatchMode):
 
 
 class _Calls(TorchFunctionMode):
-    """Handler of Python calls, before C++ checks devices."""
+    """Mode that handles Python calls before C++ code checks devices."""
 
     def __init__(self, owner: PretendCuda) -> None:
         super().__init__()

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class Recorder(TorchDispatchMode):
-    """Recorder of operations and their tensors, which it can repeat in place."""
+    """Mode that records operations and their tensors, and can repeat the operations in place."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Recorder(TorchDispatchMode):
 
 
 class Recordings:
-    """Replacement for `CudaGraphs` without a device, which counts its calls."""
+    """Replacement for `CudaGraphs` that needs no device and counts calls."""
 
     def __init__(self) -> None:
         self.warmed = self.captured = self.replayed = 0
@@ -44,7 +44,7 @@ class Recordings:
         self.captured += 1
         with Recorder() as recorder:
             output = run()
-        for each in tree_leaves(output):  # the capture of a graph computes no values
+        for each in tree_leaves(output):  # capturing a CUDA graph computes no values
             each.fill_(torch.nan if each.is_floating_point() else 0)
 
         def replay() -> Any:
@@ -56,6 +56,6 @@ class Recordings:
 
 
 def graphed(model: LanguageModel, **options: int) -> tuple[GraphedModel, Recordings]:
-    """Return a model with recorded forward passes, and the recordings."""
+    """Wrap a model so that its forward passes are recorded; return it with the recordings."""
     recordings = Recordings()
     return GraphedModel(model, recordings, **({"stride": 16} | options)), recordings

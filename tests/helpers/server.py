@@ -1,4 +1,4 @@
-"""Stand-in for an inference server, which streams as vLLM and llama.cpp do. It imports the standard library alone."""
+"""Stand-in for an inference server that streams like vLLM and llama.cpp, with the standard library only."""
 
 import json
 import threading
@@ -9,15 +9,15 @@ from typing import Any
 
 
 class Engine(ThreadingHTTPServer):
-    """Server that answers a question by repeating it, `kept` tokens per step after the first.
+    """Server that answers a question by repeating it, with `kept` tokens in each step after the first.
 
-    It counts three draft tokens per step as vLLM does. `reads` returns the number of tokens of a question; `faults` are
-    the failures with which the first requests of a question end.
+    It counts three draft tokens per step, like vLLM. `reads` counts the tokens of a question. `faults` maps a question
+    to the failures of its first requests.
     """
 
     reads: Callable[[str], int] = staticmethod(len)
     prefix = "vllm"
-    """Prefix of the names of its counters."""
+    """Prefix of the counter names."""
 
     def __init__(self, kept: int, name: str = "m", says: str = "", metrics: bool = True) -> None:
         super().__init__(("127.0.0.1", 0), Handler)

@@ -1,4 +1,4 @@
-"""Models and other parts of every kind on a device, and decoding with them."""
+"""Targets and drafters of every kind on a device, and a function that decodes with them."""
 
 from typing import Any
 
@@ -20,11 +20,11 @@ VOCAB = 64
 PROMPTS = [[1, 2, 3], [5], [9, 8, 7, 6, 5, 4, 3], [63, 0]]
 LIMITS = Limits(24)
 ROWS = {" ".join([name, *options.values()]): (name, options) for name, options in method_variants() if name != "beam"}
-"""Variants of methods by label, except `beam`, which decodes a whole text in one step."""
+"""Methods and options by label, except `beam`, which decodes a whole text in one step."""
 
 
 def with_eagle(make_llama: Any, make_eagle: Any, device: str) -> tuple[Any, Parts]:
-    """Return a target with an EAGLE-3 drafter."""
+    """Build a target with an EAGLE-3 drafter on a device."""
     model = make_llama(VOCAB).to(device)
     heads = make_eagle(model).to(device)
     drafter = EagleDrafter(heads)
@@ -32,7 +32,7 @@ def with_eagle(make_llama: Any, make_eagle: Any, device: str) -> tuple[Any, Part
 
 
 def built(make_llama: Any, device: str) -> tuple[Any, Parts]:
-    """Return a target with parts of every kind, with the same weights on every device."""
+    """Build a target with drafters of every kind; weights are the same on every device."""
     models = [make_llama(VOCAB, seed=seed, num_hidden_layers=layers) for seed, layers in ((0, 2), (1, 1), (2, 1))]
     rng = np.random.default_rng(0)
     texts = [rng.integers(0, VOCAB, 3000).astype(np.int32)]
@@ -49,7 +49,7 @@ def decode(
 ) -> Any:
     """Decode prompts with a method.
 
-    The numbers of accepted tokens are returned too, since the texts alone would be the target's with any drafts.
+    The numbers of accepted tokens are returned too, since the texts do not depend on the draft tokens.
 
     Returns:
         The texts with the numbers of accepted draft tokens per step, and the synchronisations and launches of later

@@ -48,18 +48,18 @@ CONFIGS: dict[str, Any] = {
     ),
 }
 FAMILIES = {"opt-": "opt", "pythia": "neox", "t5": "t5", "TinyLlama": "deep-llama", "Mistral": "mistral"}
-"""By what stands in a model's name; all others are Llamas."""
+"""Model family by a part of the model name; all other models are Llamas."""
 
 
 @dataclass(frozen=True)
 class StandIns:
-    """Tiny models of the families of shipped recipes, each with its tokenizer, and a corpus."""
+    """Tiny models with tokenizers, for all model families in shipped recipes, and a corpus."""
 
     folder: Path
     rows: Path
-    """ShareGPT form."""
+    """File of conversations in ShareGPT format."""
     few: tuple[str, ...]
-    """Changes after which a training recipe takes three small steps."""
+    """Overrides with which a training recipe takes three small steps."""
 
     def _of(self, role: str, source: str) -> Path:
         return self.folder / role / next((family for part, family in FAMILIES.items() if part in source), "llama")
@@ -94,7 +94,7 @@ def stand_ins(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> StandIn
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write a folder with rows.json (ShareGPT form) and tokenizer/."""
+    """Write a folder with rows.json (ShareGPT format) and tokenizer/."""
     folder = tmp_path_factory.mktemp("corpus")
     rng = random.Random(0)
     rows, texts = [], []
@@ -115,7 +115,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_pair(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write a folder as the quickstart does: a random target, noisy drafters, heads, a table and text."""
+    """Write the files of the quickstart: a random target, noisy drafters, heads, a table and text."""
     folder = tmp_path_factory.mktemp("pair")
     tokenizer = load_tokenizer(str(corpus / "tokenizer"))
     torch.manual_seed(0)
@@ -152,7 +152,7 @@ def tiny_pair(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_drafter(corpus: Path) -> Callable[[Path], dict[str, Any]]:
-    """Write a recipe of kind drafter with 12 steps of a two-layer Llama."""
+    """Return a function that builds a drafter recipe with 12 steps of a two-layer Llama."""
 
     def build(folder: Path) -> dict[str, Any]:
         data = {"source": str(corpus / "rows.json"), "template": "chatml", "block_tokens": 64, "heldout_share": 0.2}
@@ -178,7 +178,7 @@ def drafter_recipe(tiny_drafter: Callable[[Path], dict[str, Any]], tmp_path: Pat
 
 @pytest.fixture(scope="session")
 def logged() -> Callable[..., list[Any]]:
-    """Return a function that reads the logged values of an artifact's training."""
+    """Return a function that reads values from the training log of an artifact."""
 
     def read(out: Path | str, key: str = "loss") -> list[Any]:
         lines = (Path(f"{out}.state") / "log.jsonl").read_text().splitlines()
@@ -189,13 +189,13 @@ def logged() -> Callable[..., list[Any]]:
 
 @pytest.fixture
 def cli(launcher: Any) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Return a function that runs the command line to its end."""
+    """Return a function that runs a command and returns the completed process."""
     return lambda *arguments, cwd=None: launcher.start(*arguments, cwd=cwd).completed()
 
 
 @pytest.fixture(scope="session")
 def launcher(load_script: Callable[[Path], Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """Start processes without importing everything again."""
+    """Yield a launcher that starts commands without repeating slow imports."""
     script = load_script(Path(__file__).with_name("forked_cli.py"))
     started = script.Launcher(tmp_path_factory.mktemp("said"))
     yield started

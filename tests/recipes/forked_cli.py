@@ -1,7 +1,7 @@
-"""The command line in processes that are forked from one with the slow imports done.
+"""Commands in processes that are forked from a process which has done the slow imports.
 
-They are processes of their own in all else: with their own environment, folder, signals and exit code. Run as a script
-this is the one that forks: it reads a request a line, and answers each with a line.
+Each command has its own environment, working directory, signals and exit code. Run as a script, this file is the
+forking process: it reads one request per line and answers each with one line.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ENVIRONMENT = {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "HF_HUB_OFF
 
 
 class Forked:
-    """A process of the command line."""
+    """Forked process that runs a command."""
 
     def __init__(self, launcher: Launcher, arguments: Sequence[str], output: Path, **settings: Any) -> None:
         self._launcher, self._output, self._errors = launcher, output, output.with_suffix(".err")
@@ -32,7 +32,7 @@ class Forked:
         self.pid: int = launcher.ask(asked)
 
     def poll(self) -> int | None:
-        """Return the exit code as `subprocess` does, or None while the process runs."""
+        """Return the exit code, or None while the process is running, like `Popen.poll`."""
         if self._code is None:
             self._code = self._launcher.ask({"pid": self.pid})
         return self._code
@@ -43,11 +43,11 @@ class Forked:
 
     @property
     def errors(self) -> str:
-        """Text on standard error until now."""
+        """Text that the process has written to standard error so far."""
         return self._errors.read_text() if self._errors.exists() else ""
 
     def ended(self) -> tuple[int, str]:
-        """Wait for the end; return the exit code and the text on standard error."""
+        """Wait until the process ends; return its exit code and standard error."""
         deadline = time.monotonic() + PATIENCE
         while (code := self.poll()) is None:
             if time.monotonic() >= deadline:
@@ -57,13 +57,13 @@ class Forked:
         return code, self.errors
 
     def completed(self) -> subprocess.CompletedProcess[str]:
-        """Wait for the end; return the exit code and both outputs."""
+        """Wait until the process ends; return its exit code and both outputs."""
         code, errors = self.ended()
         return subprocess.CompletedProcess([], code, self._output.read_text(), errors)
 
 
 class Launcher:
-    """Launcher of forked processes, whose standard error goes to files in a folder."""
+    """Launcher of forked processes, which write their output to files in a folder."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._number = folder, 0
@@ -73,17 +73,17 @@ class Launcher:
         )
 
     def start(self, *arguments: str, cwd: Path | None = None, **environment: str) -> Forked:
-        """Start `draftsmith ARGUMENTS` in a folder and an environment, by default those of this process."""
+        """Start `draftsmith ARGUMENTS`, by default in the current directory, with additional environment variables."""
         self._number += 1
         settings = {"cwd": str(cwd or Path.cwd()), "environment": os.environ | ENVIRONMENT | environment}
         return Forked(self, arguments, self._folder / f"output-{self._number}", **settings)
 
     def run(self, *arguments: str) -> tuple[int, str]:
-        """Run a command to its end and return exit code and standard error."""
+        """Run a command to completion; return its exit code and standard error."""
         return self.start(*arguments).ended()
 
     def ask(self, asked: dict[str, Any]) -> Any:
-        """Return the answer of the forking process."""
+        """Send a request to the forking process and return the answer."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(asked) + "\n")
@@ -97,11 +97,11 @@ class Launcher:
 
 
 def become(arguments: Sequence[str], output: str, errors: str, cwd: str, environment: dict[str, str]) -> None:
-    """Make this process one of the command line."""
+    """Set outputs, environment, working directory and arguments of a forked process."""
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     for name, number in ((output, 1), (errors, 2)):
         os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644), number)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where tests run in the background of a shell
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored by default in shell background jobs
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(cwd)
@@ -109,14 +109,14 @@ def become(arguments: Sequence[str], output: str, errors: str, cwd: str, environ
 
 
 def main() -> None:
-    import accelerate  # noqa: F401 - what counting and decoding import on their way
+    import accelerate  # noqa: F401 - imported later by counting and decoding
     import draftsmith.recipes.commands.training.train  # noqa: F401
     from draftsmith.recipes.commands.cli import main as command_line
     from tqdm import tqdm
     from transformers import AutoTokenizer, LlamaForCausalLM  # noqa: F401
 
     gc.collect()
-    gc.freeze()  # what is imported is looked through by none of the others, nor copied for that
+    gc.freeze()  # keep imported objects in shared memory after forks
     for line in sys.stdin:
         asked = json.loads(line)
         if "pid" in asked:
@@ -125,7 +125,7 @@ def main() -> None:
         else:
             answer = os.fork()
             if not answer:
-                tqdm.set_lock(threading.RLock())  # its own is shared: a killed holder would stop those that follow
+                tqdm.set_lock(threading.RLock())  # the default lock is shared: a killed process would block others
                 become(**asked)
                 command_line()
                 return

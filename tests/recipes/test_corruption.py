@@ -1,6 +1,6 @@
-"""Damaged files: each command that reads them names the damaged file or is not affected.
+"""Each command that reads a damaged file names this file in its error, or is not affected.
 
-Only ValueError and OSError, which the command line reports in one line, may come out.
+Only ValueError and OSError may be raised, which the command line reports in one line.
 """
 
 import random
@@ -36,7 +36,7 @@ READERS: dict[Callable[[Path], Any], tuple[str, ...]] = {
 
 @pytest.fixture(scope="module")
 def whole(tiny_drafter: Any, tiny_pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with a stopped run and artifacts, and a copy for restoring it."""
+    """Write a folder with a stopped run and artifacts; return it and a copy that restores it."""
     home = tmp_path_factory.mktemp("whole") / "home"
     home.mkdir()
     (home / "drafter.yaml").write_text(yaml.safe_dump(tiny_drafter(home)))

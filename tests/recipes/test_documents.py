@@ -26,7 +26,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs" / "tutorials").glob("*.md"))
 
 
 def script_of(page: str) -> str:
-    """Return a page's blocks as one shell script, after the replacements."""
+    """Join the code blocks of a page into one shell script, and apply the replacements."""
     changes = {key: value for _, text in COMMENT.findall(page) for key, value in yaml.safe_load(text or "{}").items()}
     blocks, unused = BLOCK.findall(page), set(changes)
     assert len(blocks) == len(OPENING.findall(page)), "a block is not closed, or its language is not `bash` or `python`"
@@ -38,7 +38,7 @@ def script_of(page: str) -> str:
             code = code.replace(old, new)
         reader = {"": f"cat > {file}", "python": "python -"}.get(language)
         commands.append(f"{reader} <<'END OF BLOCK'\n{code}END OF BLOCK" if reader else code)
-    assert not unused, f"no block holds {unused}"
+    assert not unused, f"no block contains {unused}"
     return "\n".join(commands)
 
 

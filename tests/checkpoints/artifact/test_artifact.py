@@ -1,4 +1,4 @@
-"""Artifacts: complete or absent, with verified files and no secrets."""
+"""Artifacts are saved completely or not at all, their files are verified, and secrets are redacted."""
 
 import json
 import os

@@ -59,7 +59,7 @@ def head_of(card: str) -> dict[str, Any]:
 
 
 def rendered(card: str) -> list[Token]:
-    """Return the tokens of the body as a Markdown parser with tables, strikethrough and HTML gives them."""
+    """Parse the body as Markdown with tables, strikethrough and HTML, and return its tokens."""
     reader = MarkdownIt("commonmark", {"html": True}).enable(["table", "strikethrough"])
     return [token for block in reader.parse(card.split("\n---\n", 1)[1]) for token in (block, *(block.children or []))]
 
@@ -118,7 +118,7 @@ def test_unknown_facts_are_stated_or_omitted() -> None:
     assert "## Data" not in card
     assert "## Evaluation" not in card
     assert set(head_of(card)) == {"library_name", "pipeline_tag", "tags"}
-    assert "from_pretrained('t')" in card.replace('"', "'")  # made for no target, it is one
+    assert "from_pretrained('t')" in card.replace('"', "'")  # without a target, the model itself is loaded
     assert "the-target" in model_card(make_manifest(kind="table", target=None), "t")
     unchecked = make_manifest(data={"rows": 1, "source": {"options": {}, "cleaning": {}}})
     assert "Contamination with evaluation texts was not checked." in model_card(unchecked, "t")
@@ -148,7 +148,7 @@ def test_base_models_on_the_hub_are_named(tmp_path: Path, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("odd", ODD)
 def test_names_with_markup_are_shown_as_text(odd: str) -> None:
-    """A text with markup in any field gives the same structure as a plain one."""
+    """Text with markup in any field renders with the same structure as plain text."""
 
     def card(word: str) -> str:
         data = {"source": {"options": {"source": word, "path": word}, "sources": [{"files": {word: word}}]}, word: word}

@@ -1,4 +1,4 @@
-"""Settings of models and tokenizers for transformers 5 and earlier versions."""
+"""Saved models and tokenizers can be read by transformers 5 and earlier versions."""
 
 import json
 from pathlib import Path
@@ -29,14 +29,14 @@ def config_of(folder: Path) -> dict[str, Any]:
 def test_all_versions_load_the_same_tokenizer(
     beside: str | None, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
-    """transformers chooses the class by the type of a model in the folder."""
+    """transformers selects the tokenizer class by the `model_type` of a config.json in the folder."""
     tokenizer.save_pretrained(tmp_path / "5")
     save_tokenizer(tokenizer, tmp_path / "both")
     plain, config = config_of(tmp_path / "5"), config_of(tmp_path / "both")
-    assert plain["tokenizer_class"] == "TokenizersBackend", "there is nothing to mend any more"
+    assert plain["tokenizer_class"] == "TokenizersBackend", "transformers no longer needs this patch"
     assert isinstance(plain["extra_special_tokens"], list)
-    assert config["tokenizer_class"] == "PreTrainedTokenizerFast", "no other name is known there"
-    assert "extra_special_tokens" not in config, "a list of them is an error there"
+    assert config["tokenizer_class"] == "PreTrainedTokenizerFast", "transformers 4 knows no other class name"
+    assert "extra_special_tokens" not in config, "transformers 4 does not accept a list"
     assert config["additional_special_tokens"] == ["<s>", "<|user|>"]
     assert config["chat_template"] == tokenizer.chat_template
     for folder in ("5", "both"):
@@ -79,7 +79,7 @@ def test_rotary_settings_are_readable_by_transformers_4(config: Any, found: dict
     config.save_pretrained(tmp_path)
     before = json.loads((tmp_path / "config.json").read_text())
     plain = AutoConfig.from_pretrained(tmp_path)
-    assert not set(found) & set(before), "there is nothing to mend any more"
+    assert not set(found) & set(before), "transformers no longer needs this patch"
     patch_model(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text()) == before | found
     assert AutoConfig.from_pretrained(tmp_path).rope_parameters == plain.rope_parameters == config.rope_parameters

@@ -1,4 +1,4 @@
-"""References to models, and the files that determine their hash."""
+"""References to models, and the files that determine the hash of a model."""
 
 import json
 import os
@@ -38,7 +38,7 @@ def model(tmp_path: Path, make_llama: Make) -> Path:
 
 
 def flip(path: Path) -> None:
-    """Change the last byte in place and set the file's time back."""
+    """Change the last byte in place and restore the modification time of the file."""
     before = path.stat()
     content = path.read_bytes()
     path.write_bytes(content[:-1] + bytes([content[-1] ^ 0x40]))

@@ -1,4 +1,4 @@
-"""Artifacts named by folder or hub id: downloaded, verified, and refused with advice."""
+"""Artifacts named by a folder or a hub id are downloaded and verified; errors say how to fix the name."""
 
 import hashlib
 import os
@@ -27,7 +27,7 @@ def save_table(out: Path, seed: int = 0, **settings: Any) -> None:
 
 
 def publish(folder: Path, cache: Path, name: str, revision: str = "main", commit: str = COMMIT) -> Path:
-    """Put a repository into the hub's cache, as a download does."""
+    """Copy a folder into the hub cache, with the layout of a downloaded repository."""
     repo = cache / f"models--{name.replace('/', '--')}"
     (repo / "refs").mkdir(parents=True, exist_ok=True)
     (repo / "refs" / revision).write_text(commit)
@@ -45,7 +45,7 @@ def publish(folder: Path, cache: Path, name: str, revision: str = "main", commit
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Set up an empty cache of the hub without network."""
+    """Set up an empty hub cache and disable network access."""
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.chdir(tmp_path)
@@ -113,7 +113,7 @@ def test_models_are_left_to_transformers_and_artifacts_are_verified(
 
 
 def resolved(place: str, kind: str) -> str:
-    """Return the names of the files, or the error."""
+    """Resolve a name; return the file names of the artifact, or the error message."""
     try:
         return str(sorted(path.name for path in resolve(place, kind).iterdir()))
     except ValueError as error:
@@ -150,5 +150,5 @@ def test_only_the_files_of_an_artifact_are_downloaded(
         assert sorted(hub.got) == got, place
     hub.shutdown()
     hub.server_close()
-    assert resolved("me/table", "table") == str(files), "the cache serves without a network"
+    assert resolved("me/table", "table") == str(files), "a cached artifact needs no network"
     assert "cannot be reached" in resolved("me/other", "table")

@@ -59,8 +59,7 @@ def save(tmp_path: Path, target: Path) -> Make:
 
 @pytest.fixture
 def make_drafter(save: Make, make_llama: Callable[..., LlamaForCausalLM]) -> Make:
-    """Return a function that writes an artifact of a random Llama, changed by `also`, with an optional draft
-    vocabulary, whose tokenizer is the target's or has two tokens `swapped`."""
+    """Return a function that writes a random Llama as a drafter artifact, whose folder is changed by `also`."""
 
     def build(
         dtype: torch.dtype = torch.float32,
@@ -93,7 +92,7 @@ def make_drafter(save: Make, make_llama: Callable[..., LlamaForCausalLM]) -> Mak
 
 @pytest.fixture
 def make_adapter(save: Make, make_llama: Callable[..., LlamaForCausalLM], tmp_path: Path) -> Make:
-    """Return a function that writes an artifact of a LoRA adapter, and its base to `base`."""
+    """Return a function that writes a LoRA adapter as an artifact, and its base model to `base`."""
 
     def build(dtype: torch.dtype = torch.float32, proposed: torch.Tensor | None = None) -> Path:
         make_llama(VOCAB, 4, **SIZES).to(dtype).save_pretrained(tmp_path / "base")
@@ -119,7 +118,7 @@ def make_adapter(save: Make, make_llama: Callable[..., LlamaForCausalLM], tmp_pa
 
 @pytest.fixture
 def make_heads(save: Make) -> Make:
-    """Return a function that writes an artifact of random heads, changed by `edit`."""
+    """Return a function that writes random heads, changed by `edit`, as an artifact."""
 
     def build(dtype: torch.dtype = torch.float32, edit: Any = None, named: Any = "here", **sizes: Any) -> Path:
         torch.manual_seed(1)
@@ -137,7 +136,7 @@ def make_heads(save: Make) -> Make:
 
 @pytest.fixture
 def make_table(save: Make) -> Make:
-    """Return a function that writes an artifact of a table with uneven rows, ties and unseen tokens."""
+    """Return a function that writes a table with uneven rows, ties and unseen tokens as an artifact."""
 
     def build(table: BigramTable | None = None) -> Path:
         rng = np.random.default_rng(0)
@@ -150,7 +149,7 @@ def make_table(save: Make) -> Make:
 
 @pytest.fixture
 def export(tmp_path: Path) -> Callable[..., tuple[Path, str]]:
-    """Return a function that exports an artifact, and returns the folder and the comparison."""
+    """Return a function that exports an artifact and returns the folder and the lines of its check."""
 
     def run(artifact: Path, form: str, **options: Any) -> tuple[Path, str]:
         out = tmp_path / f"exported-{form}"
@@ -161,7 +160,7 @@ def export(tmp_path: Path) -> Callable[..., tuple[Path, str]]:
         assert about["of"] == {name: entry["sha256"] for name, entry in verify_artifact(artifact).files.items()}
         if (out / "tokenizer_config.json").is_file():
             settings = json.loads((out / "tokenizer_config.json").read_text())
-            assert settings["tokenizer_class"] == "PreTrainedTokenizerFast", "as older readers take it"
+            assert settings["tokenizer_class"] == "PreTrainedTokenizerFast", "this class can be read by transformers 4"
         return out, "\n".join(lines)
 
     return run
@@ -169,11 +168,11 @@ def export(tmp_path: Path) -> Callable[..., tuple[Path, str]]:
 
 @pytest.fixture
 def refused(tmp_path: Path, export: Callable[..., tuple[Path, str]]) -> Callable[..., str]:
-    """Return a function that returns the message of a failing export, which must leave no files."""
+    """Return a function that runs a failing export and returns its error message; no files may remain."""
 
     def run(artifact: Path, form: str, **options: Any) -> str:
         before = sorted(path.name for path in tmp_path.iterdir())
-        with pytest.raises(ValueError) as caught:  # noqa: PT011 - who calls looks at the message
+        with pytest.raises(ValueError) as caught:  # noqa: PT011 - the caller checks the message
             export(artifact, form, **options)
         assert sorted(path.name for path in tmp_path.iterdir()) == before
         return str(caught.value)
@@ -183,7 +182,7 @@ def refused(tmp_path: Path, export: Callable[..., tuple[Path, str]]) -> Callable
 
 @pytest.fixture
 def llama_cpp(tmp_path: Path) -> Path:
-    """Make a checkout with a stand-in for llama.cpp's converter."""
+    """Return a directory like a llama.cpp checkout, with a stand-in for its converter."""
     (tmp_path / "llama cpp").mkdir()
     converter = Path(__file__).parents[1] / "gguf_converter.py"
     shutil.copyfile(converter, tmp_path / "llama cpp" / "convert_hf_to_gguf.py")

@@ -1,4 +1,4 @@
-"""Exports as artifacts: contents, refusals, and failures that leave no files."""
+"""Exports are artifacts: their contents, invalid requests, and failures that leave no files."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""Exported drafters with a draft vocabulary propose the same tokens in other programs."""
+"""Exported drafters with a draft vocabulary propose the same tokens in other engines."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +24,7 @@ Export = Callable[..., tuple[Path, str]]
 
 
 def likeliest(folder: Path, states: int = 400) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the most likely token of transformers for many states, and the logits of the draft vocabulary."""
+    """Load a model with transformers; return its most likely tokens and its logits over the draft vocabulary."""
     model = AutoModelForCausalLM.from_pretrained(folder).float()
     hidden_XD = torch.randn(states, SIZES["hidden_size"], generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
@@ -42,7 +42,7 @@ def test_tokens_outside_the_draft_vocabulary_are_never_proposed(
     out, found = export(artifact, form)
     before, logits_XR = likeliest(artifact)
     after, same_XR = likeliest(out)
-    assert not torch.isin(before, KEPT).all(), "or nothing had to be padded: two thirds are not kept"
+    assert not torch.isin(before, KEPT).all(), "the test needs likely tokens outside the draft vocabulary"
     assert torch.isin(after, KEPT).all()
     assert torch.equal(logits_XR, same_XR)
     assert f"in the draft vocabulary of {len(KEPT)} tokens" in found
@@ -55,7 +55,7 @@ def test_tokens_outside_the_draft_vocabulary_are_never_proposed(
         assert torch.equal(kept_tokens(load_model(str(out))), KEPT)
     else:
         assert "Do not use SGLang's `--speculative-token-map`" in text
-        assert [path.name for path in out.glob("*.safetensors")] == ["model.safetensors"], "vLLM reads them all"
+        assert [path.name for path in out.glob("*.safetensors")] == ["model.safetensors"], "vLLM reads all of them"
 
 
 def test_an_output_layer_with_a_bias(make_drafter: Make, export: Export) -> None:
@@ -75,7 +75,7 @@ def test_an_adapter_is_merged(make_adapter: Make, export: Export) -> None:
 def test_gguf(make_drafter: Make, export: Export, llama_cpp: Path) -> None:
     artifact = make_drafter(proposed=KEPT, tie_word_embeddings=True)
     out, found = export(artifact, "gguf", llama_cpp=llama_cpp)
-    assert "all 21 tensors are identical" in found, "20, and an output layer apart from the embeddings"
+    assert "all 21 tensors are identical" in found, "20 tensors, and an untied output layer"
     assert f"The draft vocabulary has {len(KEPT)} of {VOCAB} tokens." in (out / SERVING_FILE).read_text()
 
 

@@ -1,4 +1,4 @@
-"""Drafters for transformers, vLLM and SGLang: round trips, and planted faults."""
+"""Exports of drafters for transformers, vLLM and SGLang: round trips and planted faults."""
 
 import json
 import shutil
@@ -26,7 +26,7 @@ Export = Callable[..., tuple[Path, str]]
 
 
 def served(out: Path) -> dict[str, Any]:
-    """Run the Python of SERVING.md and return its output."""
+    """Run the Python example of SERVING.md and return its variables."""
     code = (out / SERVING_FILE).read_text().partition("```python\n")[2].partition("```")[0]
     values: dict[str, Any] = {}
     exec(code.replace(f'"{out.name}"', repr(str(out))).replace("Question", "w1 w2"), values)
@@ -70,7 +70,7 @@ def test_an_encoder_decoder_as_assistant(save: Make, export: Export, target: Pat
 
 
 VICUNA = {"temperature": 0.9, "top_p": 0.6, "eos_token_id": 1, "bos_token_id": 0, "max_length": 60}
-"""What its generation_config.json says: it is loaded with a warning, and not saved where anything of it is changed."""
+"""The generation_config.json of Vicuna. transformers loads it with a warning and does not save changed copies."""
 
 
 def vicuna(folder: Path) -> None:
@@ -150,7 +150,7 @@ def test_a_draft_model_for_vllm_and_sglang(
 
 
 def test_vllm_gets_one_attention_kind(make_drafter: Make, export: Export) -> None:
-    """Without the flag vLLM refuses drafters with two kinds of attention, such as Gemma 2."""
+    """Without this flag, vLLM rejects drafters with two kinds of attention, such as Gemma 2."""
     sizes = {"hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
     config = Gemma2Config(vocab_size=VOCAB, head_dim=4, num_hidden_layers=2, **sizes)
     assert len(set(config.layer_types)) == 2

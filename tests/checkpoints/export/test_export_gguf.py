@@ -21,7 +21,7 @@ Export = Callable[..., tuple[Path, str]]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_gguf_by_the_users_converter(
+def test_gguf_is_written_by_the_converter_of_the_user(
     dtype: torch.dtype, make_drafter: Make, export: Export, llama_cpp: Path, target: Path
 ) -> None:
     artifact = make_drafter(dtype)
@@ -69,7 +69,7 @@ def our_bpe(change: Callable[[Tokenizer], Any] = lambda backend: None, *special:
 
 
 def set_to(name: str, value: Any) -> Callable[[Tokenizer], None]:
-    """Return a change of a tokenizer or, with the prefix "model.", of its model."""
+    """Return a function that sets an attribute of a tokenizer or, with the prefix "model.", of its model."""
 
     def change(backend: Tokenizer) -> None:
         setattr(backend.model if name.startswith("model.") else backend, name.removeprefix("model."), value)
@@ -98,7 +98,7 @@ def make(save: Make, make_llama: Callable[..., LlamaForCausalLM], tmp_path: Path
 
 @pytest.fixture
 def converted(export: Export, llama_cpp: Path) -> Callable[..., dict[str, Any]]:
-    """Return a function that exports a drafter and returns the settings of the file."""
+    """Return a function that exports a drafter to GGUF and returns the metadata of the file."""
 
     def settings(artifact: Path, **options: Any) -> dict[str, Any]:
         out, _ = export(artifact, "gguf", llama_cpp=llama_cpp, **options)
@@ -108,7 +108,7 @@ def converted(export: Export, llama_cpp: Path) -> Callable[..., dict[str, Any]]:
 
 
 def older(folder: Path) -> None:
-    """Remove `use_regex`, as in files of earlier versions."""
+    """Remove `use_regex`, which files of earlier tokenizers versions lack."""
     state = json.loads((folder / "tokenizer.json").read_text())
     assert state["pre_tokenizer"].pop("use_regex") is True
     (folder / "tokenizer.json").write_text(json.dumps(state))

@@ -1,7 +1,7 @@
-"""Heads for serving engines, read by plain implementations of each engine's loader.
+"""Heads exported for serving engines, read by reimplementations of the loader of each engine.
 
-A rule here is a function that finds the heads in a folder as that engine's loader does, and computes their logits with
-plain torch. Letters: K heads, L residual blocks, V vocabulary, D hidden, B hidden states.
+Each `*_reads` function finds the heads in a folder as the loader of that engine does, and computes their logits with
+plain torch. Shape letters: K heads, L residual blocks, V vocabulary, D hidden, B hidden states.
 """
 
 import json
@@ -33,7 +33,7 @@ Export = Callable[..., tuple[Path, str]]
 
 
 def logits_of(tensors: dict[str, Tensor], weight: str, bias: str | None, tail: str, sizes: tuple[int, int]) -> Tensor:
-    """Return logits [B, K, V] of heads whose tensors have these names, with `{k}` and `{l}`."""
+    """Compute the logits [B, K, V] of heads; the tensor names contain `{k}` and `{l}` for head and block."""
     logits = []
     for k in range(sizes[0]):
         x = STATES_BD
@@ -47,8 +47,11 @@ def logits_of(tensors: dict[str, Tensor], weight: str, bias: str | None, tail: s
 
 
 def vllm_reads(folder: Path, drafted: int, target_vocab: int) -> Tensor:
-    """Load heads as vLLM's Medusa does. There are as many heads as draft tokens, every safetensors file is read,
-    unknown tensors are ignored, missing blocks are errors and a missing projection is uninitialised."""
+    """Load heads as vLLM's Medusa model does, and return their logits.
+
+    The number of heads is the number of draft tokens. Every safetensors file is read and unknown tensors are ignored.
+    A missing block is an error, and a missing projection stays uninitialised.
+    """
     config = json.loads((folder / "config.json").read_text())
     assert config["model_type"] == "medusa"
     assert config.get("architectures", ["MedusaModel"]) == ["MedusaModel"]
@@ -76,20 +79,21 @@ def vllm_reads(folder: Path, drafted: int, target_vocab: int) -> Tensor:
 
 
 def tgi_reads(folder: Path, target: Path) -> Tensor:
-    """Load heads as text-generation-inference does: `medusa_num_heads` selects Medusa, `architectures` must be absent,
-    and one file of a fixed name is read."""
+    """Load heads as text-generation-inference does, and return their logits.
+
+    `medusa_num_heads` selects Medusa, `architectures` must be absent, and one file with a fixed name is read.
+    """
     config = json.loads((folder / "config.json").read_text())
     assert AutoConfig.from_pretrained(config["base_model_name_or_path"]).hidden_size == HIDDEN
     assert "architectures" not in config
     tensors = load_file(folder / "medusa_lm_head.safetensors")
-    assert not set(tensors) & set(load_file(target / "model.safetensors")), "a name in two files is an error there"
+    assert not set(tensors) & set(load_file(target / "model.safetensors")), "TGI rejects a tensor name in two files"
     sizes = config["medusa_num_heads"], config["medusa_num_layers"]
     return logits_of(tensors, "{k}.{l}.linear.weight", "{k}.{l}.linear.bias", f"{{k}}.{sizes[1]}.weight", sizes)
 
 
 def tensorrt_reads(folder: Path) -> Tensor:
-    """Load heads as TensorRT-LLM's convert_checkpoint does: every block needs its bias and every head its
-    projection."""
+    """Load heads as TensorRT-LLM's convert_checkpoint does; every block needs a bias and every head a projection."""
     config = json.loads((folder / "config.json").read_text())
     tensors = load_file(folder / "medusa_lm_head.safetensors")
     sizes = config["medusa_num_heads"], config["medusa_num_layers"]
@@ -98,7 +102,7 @@ def tensorrt_reads(folder: Path) -> Tensor:
 
 
 def own_logits(artifact: Path, target: Path) -> Tensor:
-    """Return logits [B, K, V] of this package's module."""
+    """Return the logits [B, K, V] that this package computes for an artifact."""
     heads = load_heads(artifact, dtype=torch.float32)
     if heads.projection_kind == "target":
         heads.attach(load_file(target / "model.safetensors")["lm_head.weight"])
@@ -135,7 +139,7 @@ def test_the_projection_of_a_tied_target_is_its_embedding(
     model = make_llama(VOCAB, 3, hidden_size=HIDDEN, num_attention_heads=2, tie_word_embeddings=True)
     model.save_pretrained(target, max_shard_size="2KB")
     assert len(list(target.glob("*.safetensors"))) > 1
-    (target / "model.safetensors").unlink()  # the untied one's
+    (target / "model.safetensors").unlink()  # weights of the untied model
     artifact = make_heads(**CASES["the target's"])
     with torch.inference_mode():
         expected = load_heads(artifact).attach(model.lm_head.weight)(STATES_BD)
@@ -147,18 +151,18 @@ def test_the_tokenizer_is_readable_by_transformers_4(export: Export, make_heads:
     for path in target.glob("*token*"):
         path.unlink()
     out = export(artifact, "medusa")[0]
-    assert not list(out.glob("*token*")), "the target has none"
+    assert not list(out.glob("*token*")), "the target has no tokenizer"
     assert "copy the target's tokenizer there" in (out / SERVING_FILE).read_text()
     tokenizer = train_bpe(["some words of a text"] * 3, 270, ["<pad>", "<s>", "</s>"])
     tokenizer.chat_template = "{{ messages[0].content }}"
     tokenizer.save_pretrained(target)
     out = export(artifact, "medusa")[0]
     config = json.loads((out / "tokenizer_config.json").read_text())
-    assert config["tokenizer_class"] == "PreTrainedTokenizerFast", "no other name is known there"
+    assert config["tokenizer_class"] == "PreTrainedTokenizerFast", "transformers 4 knows no other class name"
     made = AutoTokenizer.from_pretrained(out)
     assert made.all_special_tokens == tokenizer.all_special_tokens
     assert made("some <s> words").input_ids == tokenizer("some <s> words").input_ids
-    (target / "tokenizer_config.json").write_text("{}")  # as gpt2's: its class is that of the model beside it
+    (target / "tokenizer_config.json").write_text("{}")  # like gpt2, whose class follows from config.json
     assert AutoTokenizer.from_pretrained(export(artifact, "medusa")[0]).get_vocab() == tokenizer.get_vocab()
 
 

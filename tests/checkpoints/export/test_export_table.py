@@ -1,4 +1,4 @@
-"""Exported tables, loaded and queried as by vLLM."""
+"""Exported tables are loaded and queried as vLLM does it."""
 
 import json
 from collections.abc import Callable
@@ -34,7 +34,7 @@ def random_table(seed: int = 0) -> BigramTable:
 
 
 def counted(*rows: tuple[int, dict[int, int]]) -> BigramTable:
-    """Return a table with these followers and counts."""
+    """Return a table with these next tokens and counts; each row is a token and its counts by next token."""
     row_ptr = torch.zeros(VOCAB + 1, dtype=torch.int64)
     for x, followers in rows:
         row_ptr[x + 1] = len(followers)
@@ -47,7 +47,7 @@ def counted(*rows: tuple[int, dict[int, int]]) -> BigramTable:
 
 
 def ask_vllm(folder: Path, contexts: list[list[int]], vocab_size: int = VOCAB, longest: int = 64) -> Any:
-    """Return drafts of the exported module, as vLLM creates and calls it, without draftsmith."""
+    """Create and call the exported module as vLLM does, and return its draft tokens."""
     code = (folder / "vllm_proposer.py").read_text()
     assert "draftsmith" not in code
     names: dict[str, Any] = {"__file__": str(folder / "vllm_proposer.py"), "__name__": "vllm_proposer"}
@@ -62,7 +62,7 @@ def ask_vllm(folder: Path, contexts: list[list[int]], vocab_size: int = VOCAB, l
     return proposer.propose([ids[-1:] for ids in contexts], lengths, None, slot_mappings=None)
 
 
-def test_vllm_drafts_as_this_engine(
+def test_vllm_and_this_engine_draft_the_same_tokens(
     export: Export, make_table: Make, make_llama: Callable[..., LlamaForCausalLM]
 ) -> None:
     table = random_table(2)
@@ -87,7 +87,7 @@ def test_vllm_drafts_as_this_engine(
     (command,) = [line.strip() for line in serving.splitlines() if line.strip().startswith("'{")]
     settings = json.loads(command.strip("'"))
     assert settings == {"method": "custom_class", "model": "vllm_proposer.BigramProposer", "num_speculative_tokens": 4}
-    verify_artifact(folder)  # and nothing has been left there
+    verify_artifact(folder)  # vLLM has written no files to the folder
 
 
 def test_vllm_gets_no_drafts_beyond_its_limits(export: Export, make_table: Make) -> None:
@@ -95,7 +95,7 @@ def test_vllm_gets_no_drafts_beyond_its_limits(export: Export, make_table: Make)
     folder, _ = export(make_table(table), "vllm-bigrams")
     asked = [[1], [], [0, 2, 1], [7, 1, 2, 1, 2], [1, 1, 1, 1, 1, 2], [9], [VOCAB + 3]]
     drafted = ask_vllm(folder, asked, VOCAB + 8, longest=6)
-    assert drafted == [[2, 1, 2, 1], [], [2, 1, 2], [1], [], [], []]  # the lower of equals; no prompt yet; full
+    assert drafted == [[2, 1, 2, 1], [], [2, 1, 2], [1], [], [], []]  # ties: lower token id; empty prompt; full context
     with pytest.raises(ValueError, match=f"{VOCAB}.*{VOCAB - 1}"):
         ask_vllm(folder, asked[:1], VOCAB - 1)
 

@@ -14,7 +14,7 @@ FORMS = (("own", 0), ("low-rank", 3), ("target", 0))
 def random_heads(
     num_heads: int = 3, num_layers: int = 2, projection: str = "own", rank: int = 0, states: str = "after-norm"
 ) -> PredictionHeads:
-    """Return heads on hidden states of 8 with a vocabulary of 13, with an attached projection if needed."""
+    """Return heads for hidden size 8 and 13 tokens; attach a projection if they use that of the target."""
     torch.manual_seed(0)
     heads = PredictionHeads(num_heads, num_layers, 8, 13, projection, rank, states)
     with torch.no_grad():
@@ -24,7 +24,7 @@ def random_heads(
 
 
 def by_hand(heads: PredictionHeads, hidden_XD: torch.Tensor) -> torch.Tensor:
-    """Return logits by the formula, from the state dict only."""
+    """Compute the logits by the formula from the state dict."""
     state, logits = heads.state_dict(), []
     for k in range(heads.num_heads):
         x = hidden_XD
@@ -98,7 +98,7 @@ def test_stacked_weights_follow_every_change(change: str, projection: str, rank:
             heads.attach(heads.projection(0).double())
         with torch.no_grad():
             heads.get_parameter("0.0.linear.weight").mul_(2)
-    elif change == "data":  # no version is counted here: evaluation mode is entered anew after training
+    elif change == "data":  # changes of `.data` do not change the tensor version; `eval()` must notice them
         heads.train()
         heads.get_parameter("1.0.linear.bias").data.mul_(2)
         heads.eval()
@@ -188,7 +188,7 @@ def test_heads_survive_a_round_trip(tmp_path: Path, num_layers: int, projection:
     assert {parameter.dtype for parameter in half.parameters()} == {torch.bfloat16}
 
 
-def test_heads_without_a_projection_get_the_targets_on_loading_or_later(tmp_path: Path) -> None:
+def test_heads_without_a_projection_use_that_of_the_target(tmp_path: Path) -> None:
     heads, hidden_BD = random_heads(projection="target"), torch.randn(4, 8)
     wanted, weight_VD = heads(hidden_BD), heads.projection(0)
     save_heads(heads, tmp_path, "target")
@@ -204,7 +204,7 @@ def test_heads_without_a_projection_get_the_targets_on_loading_or_later(tmp_path
     assert unknown.attach(torch.zeros(14, 8)).vocab_size == 14
 
 
-def test_scaled_states_are_heads_on_smaller_states(tmp_path: Path) -> None:
+def test_scaled_heads_equal_heads_of_scaled_states(tmp_path: Path) -> None:
     heads = random_heads()
     scaled = PredictionHeads(3, 2, 8, 13, states="before-norm", scale=0.25)
     scaled.load_state_dict(heads.state_dict())
@@ -213,6 +213,6 @@ def test_scaled_states_are_heads_on_smaller_states(tmp_path: Path) -> None:
     with torch.inference_mode():
         wanted = heads.eval()(hidden_XD * 0.25)
         for found in (scaled, load_heads(tmp_path)):
-            torch.testing.assert_close(found(hidden_XD), wanted)  # the fast path
+            torch.testing.assert_close(found(hidden_XD), wanted)  # stacked evaluation
             assert found.scale == 0.25
     torch.testing.assert_close(scaled.train()(hidden_XD), wanted)

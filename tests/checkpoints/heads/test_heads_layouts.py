@@ -1,4 +1,4 @@
-"""Heads in the layouts published by FasterDecoding, and refusals."""
+"""Heads in the layouts published by FasterDecoding, and invalid files."""
 
 import json
 from collections.abc import Callable
@@ -30,7 +30,7 @@ class Block(nn.Module):
 
 
 class Published(nn.Module):
-    """Module of published heads: lists of blocks, optionally shared, with own projections in version 1."""
+    """Published heads: lists of blocks that may be shared; heads of version 1 have projections of their own."""
 
     def __init__(self, target: LlamaForCausalLM, version: int = 1, layers: int = 1, shared: bool = False) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Published(nn.Module):
             blocks = [Block()] * layers if shared else [Block() for _ in range(layers)]
             tails = [nn.Linear(HIDDEN, VOCAB, bias=False)] if version == 1 else []
             self.medusa_head.append(nn.Sequential(*blocks, *tails))
-            if version == 1:  # near the target's, so that some of what they propose is accepted
+            if version == 1:  # similar to the target's, so that some tokens are accepted
                 tails[0].weight.data = target.lm_head.weight.data + 0.03 * torch.randn(VOCAB, HIDDEN)
         self.to(target.dtype).eval()
 
@@ -117,7 +117,7 @@ def test_published_heads_compute_the_same(
         wanted = published(hidden_BTD)
         torch.testing.assert_close(loaded(hidden_BTD), wanted, rtol=1e-5, atol=1e-5)
     assert torch.equal(loaded(hidden_BTD), published(hidden_BTD))
-    with torch.no_grad():  # each block is one of its own now
+    with torch.no_grad():  # loaded blocks are no longer shared
         loaded.get_parameter("1.0.linear.weight").zero_()
     assert torch.equal(loaded(hidden_BTD)[..., 0, :], wanted[..., 0, :])
     assert layers == 1 or bool(loaded.get_parameter("1.1.linear.weight").any())

@@ -27,7 +27,7 @@ def pushed(artifact: Path, **settings: Any) -> str:
 def test_push_and_pull_round_trip(hub: Any, artifact: Path, tmp_path: Path, stand_in: ModuleType) -> None:
     commit = pushed(artifact)
     repo = hub.repos[REPO]
-    assert (repo.branches["main"], len(repo.commits)) == (commit, 2)  # the hub's own first one, and this
+    assert (repo.branches["main"], len(repo.commits)) == (commit, 2)  # the first commit of the hub, and the pushed one
     pulled = pull(REPO, tmp_path / "theirs")
     assert pulled[1] == commit
     verify_artifact(tmp_path / "theirs", "table")
@@ -36,7 +36,7 @@ def test_push_and_pull_round_trip(hub: Any, artifact: Path, tmp_path: Path, stan
     assert {name for name in mine if mine[name] != repo.head()[name]} == {"README.md", "artifact.json"}
     assert (tmp_path / "theirs" / "README.md").read_text() == "a card"
     assert (tmp_path / "theirs").stat().st_mode & 0o777 == 0o755
-    assert pushed(artifact) == commit, "there is nothing to do"
+    assert pushed(artifact) == commit, "an unchanged artifact needs no commit"
     assert len(repo.commits) == 2
 
 
@@ -97,7 +97,7 @@ def test_a_download_does_not_replace_files(hub: Any, artifact: Path, make_artifa
     pushed(artifact)
     with pytest.raises(ValueError, match="trained already exists"):
         pull(REPO, make_artifact(tmp_path / "trained", seed=9))
-    assert not set(LARGE) & set(hub.got), "nothing large was fetched for it"
+    assert not set(LARGE) & set(hub.got), "large files were downloaded for a refused pull"
 
 
 def _private(hub: Any, home: Path) -> None:

@@ -1,4 +1,4 @@
-"""Rows that a repair adds are never the most likely tokens."""
+"""Rows that a repair adds to a model are never its most likely tokens."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -28,7 +28,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
 
 
 def test_added_rows_are_never_proposed() -> None:
-    """A zero row would be the most likely token if all other logits are negative."""
+    """Rows of zeros would not suffice: they are the most likely tokens if all other logits are negative."""
     generator = torch.Generator().manual_seed(0)
     hidden_XD = torch.randn(200, 16, generator=generator)
     hidden_XD[:, 0] = 1.0
@@ -41,7 +41,7 @@ def test_added_rows_are_never_proposed() -> None:
     assert (logits_XV[:, :50].max(-1).values > logits_XV[:, 50:].max(-1).values).all()
     assert (logits_XV.softmax(-1)[:, 50:] <= 1 / 50).all()
     zero_X = hidden_XD @ torch.zeros(16)
-    assert (zero_X > logits_XV.max(-1).values).all(), "or zeros would have done"
+    assert (zero_X > logits_XV.max(-1).values).all(), "rows of zeros would have sufficed"
     bias_V = arrange_rows(torch.zeros(50), [*range(50), None], range(50))
     assert bias_V.tolist() == [0.0] * 50 + [NEVER]
 
@@ -73,7 +73,7 @@ def test_a_padded_model_generates_the_same_text(family: str, dtype: torch.dtype,
     assert [(side.rows, side.head_rows) for side in sides] == [(PADDED, PADDED), (VOCAB, VOCAB)]
     diagnosis = examine(*sides)
     assert "vocab_size" in faults(diagnosis)
-    assert faults(diagnosis) <= {"vocab_size", "kind of model"}  # the latter of encoder-decoders
+    assert faults(diagnosis) <= {"vocab_size", "kind of model"}  # "kind of model" for encoder-decoders
     repair(*sides, tmp_path / "out", "")
     before, after = (logits(tmp_path / folder, maker) for folder in ("drafter", "out"))
     assert after.shape[-1] == PADDED

@@ -1,4 +1,4 @@
-"""Pairs with one planted difference each, which must be found, judged, and repaired if possible."""
+"""Target/drafter pairs with a planted difference, which must be found, judged, and repaired if possible."""
 
 import json
 import shutil
@@ -46,7 +46,7 @@ def target(tokenizer: Any, make_llama: Callable[..., LlamaForCausalLM], tmp_path
 
 @pytest.fixture
 def drafter(target: Path, tmp_path: Path) -> Path:
-    """Return a copy of the target, in which a test plants a difference."""
+    """Return a copy of the target, which tests change."""
     return Path(shutil.copytree(target, tmp_path / "drafter"))
 
 
@@ -63,7 +63,7 @@ def outcomes(diagnosis: Diagnosis, outcome: str) -> set[str]:
 
 
 def mend(target: Path, drafter: Path) -> tuple[Path, list[str], Diagnosis]:
-    """Repair into a new folder and examine the result; the drafter must be unchanged."""
+    """Repair a drafter into a new folder and examine the result; the original must be unchanged."""
     sides = [read_model_info(str(folder), load_tokenizer) for folder in (target, drafter)]
     before = {path.name: path.read_bytes() for path in drafter.iterdir() if path.is_file()}
     out = drafter.with_name("repaired")
@@ -110,7 +110,7 @@ def adds_bos(text: str, number: int) -> Change:
 
 
 def change_rows(folder: Path, make: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Replace the embedding and the output layer of a model by the results of `make`."""
+    """Apply `make` to the weights of the embedding and the output layer of a model."""
     model = AutoModelForCausalLM.from_pretrained(folder)
     layers = (model.get_input_embeddings, model.get_output_embeddings)
     new = [make(layer().weight.detach().clone()) for layer in layers]
@@ -128,7 +128,7 @@ def swap_texts(values: dict[str, Any], order: dict[int, int]) -> None:
 
 
 def reorder(folder: Path, order: dict[int, int]) -> None:
-    """Exchange the ids of tokens together with their rows."""
+    """Exchange the ids of tokens and the corresponding rows of the model."""
     rewrite(folder / "tokenizer.json", lambda values: swap_texts(values, order))
     back = {new: old for old, new in order.items()}
     change_rows(folder, lambda rows: rows[torch.tensor([back.get(i, i) for i in range(len(rows))])])
@@ -139,7 +139,7 @@ def swapped(*ids: int) -> Change:
 
 
 def loud(extra: int) -> Change:
-    """Add rows that are the most likely tokens where possible."""
+    """Add rows with large weights, which are often the most likely tokens."""
 
     def grow(rows: torch.Tensor) -> torch.Tensor:
         noise = 6 * torch.randn(extra, rows.shape[1], generator=torch.Generator().manual_seed(1))
@@ -163,14 +163,14 @@ def strip_before(values: dict[str, Any]) -> None:
     values["added_tokens"][1]["lstrip"] = True
 
 
-def assert_it_is_the_target_again(target: Path, repaired: Path) -> None:
+def assert_equals_target(target: Path, repaired: Path) -> None:
     """Assert that the logits equal the target's."""
     models = [AutoModelForCausalLM.from_pretrained(folder).eval() for folder in (target, repaired)]
     ids = torch.arange(VOCAB)[None]
     with torch.no_grad():
         mine, theirs = (model(ids).logits for model in models)
     assert torch.equal(mine[..., :VOCAB], theirs[..., :VOCAB])
-    assert torch.equal(mine.argmax(-1), theirs.argmax(-1)), "rows that were added never come first"
+    assert torch.equal(mine.argmax(-1), theirs.argmax(-1)), "an added row is the most likely token"
 
 
 def test_a_correct_pair_has_no_findings(target: Path, drafter: Path) -> None:
@@ -213,7 +213,7 @@ def test_a_planted_difference_is_found_and_repaired(plant: str, target: Path, dr
     repaired, repairs, after = mend(target, drafter)
     assert done in " ".join(repairs)
     assert after.findings == ()
-    assert_it_is_the_target_again(target, repaired)
+    assert_equals_target(target, repaired)
 
 
 def test_llama_cpp_compares_texts_from_id_5_on(target: Path, drafter: Path) -> None:
@@ -238,14 +238,14 @@ def test_an_artifact_is_repaired_to_an_artifact(target: Path, drafter: Path) -> 
     artifact = as_artifact(drafter, load_tokenizer(str(drafter)))
     diagnosis = look(target, artifact)
     assert checks(diagnosis) == {"token texts"}
-    assert "draftsmith" in outcomes(diagnosis, "refused"), "fingerprints are compared"
+    assert "draftsmith" in outcomes(diagnosis, "refused"), "the fingerprints differ"
     repaired, repairs, after = mend(target, artifact)
     assert after.findings == ()
     manifest = verify_artifact(repaired, "drafter")
     assert manifest.tokenizer_fingerprint == tokenizer_fingerprint(load_tokenizer(str(target)))
     assert manifest.training["repairs"] == repairs
     assert manifest.command == "draftsmith doctor"
-    assert_it_is_the_target_again(target, repaired)
+    assert_equals_target(target, repaired)
     shutil.rmtree(repaired)
     with (artifact / "model.safetensors").open("r+b") as opened:
         opened.write(b"\x07")
@@ -254,7 +254,7 @@ def test_an_artifact_is_repaired_to_an_artifact(target: Path, drafter: Path) -> 
     assert not repaired.exists()
 
 
-def test_a_manifest_with_another_tokenizer(target: Path, drafter: Path) -> None:
+def test_a_manifest_of_a_different_tokenizer(target: Path, drafter: Path) -> None:
     other = load_tokenizer(str(drafter))
     other.eos_token = "<|im_end|>"
     artifact = as_artifact(drafter, other)
@@ -312,7 +312,7 @@ RARER: dict[str, tuple[Change, Change, dict[str, str], set[str]]] = {
 
 
 @pytest.mark.parametrize("case", RARER)
-def test_rarer_differences(case: str, target: Path, drafter: Path) -> None:
+def test_rare_differences(case: str, target: Path, drafter: Path) -> None:
     change_target, change, expected, refusing = RARER[case]
     change_target(target)
     change(drafter)

@@ -1,4 +1,4 @@
-"""Errors of the doctor name the invalid files and numbers."""
+"""Error messages of the doctor name the invalid files and numbers."""
 
 import shutil
 from collections.abc import Callable

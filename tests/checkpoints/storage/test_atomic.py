@@ -1,4 +1,4 @@
-"""Atomic files and folders under failures, full disks, killed writers and concurrent readers."""
+"""Atomic writes of files and folders with failures, full disks, killed writers and concurrent readers."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_failure_leaves_the_former_file_only(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has a disk that is always full")
-def test_a_full_disk_is_reported_with_the_files_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_reported_with_the_file_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(_: int) -> str:
         (tmp_path / f".a.json.{os.getpid()}-01234567.saving").symlink_to("/dev/full")
         return "01234567"
@@ -65,7 +65,7 @@ def write(out: Path, content: str) -> None:
 
 
 def content_of(out: Path) -> str:
-    """Return the content of all files in a folder, which must be equal."""
+    """Check that all files in a folder have the same content, and return it."""
     contents = [path.read_text() for path in sorted(out.iterdir())]
     assert len(contents) == 3
     assert len(set(contents)) == 1
@@ -74,10 +74,10 @@ def content_of(out: Path) -> str:
 
 @contextlib.contextmanager
 def forked(work: Callable[[], object]) -> Iterator[int]:
-    """Return a process that works until it is done or killed."""
+    """Run `work` in a child process, which is killed at the end of the context, and yield its id."""
     child = os.fork()
     if not child:
-        tqdm.set_lock(threading.RLock())  # tqdm's own is shared: a killed holder would stop this process for ever
+        tqdm.set_lock(threading.RLock())  # the default lock is shared: a killed child would block this process
         code = 1
         try:
             work()
@@ -186,7 +186,7 @@ def test_the_backup_of_a_killed_writer_is_restored(tmp_path: Path) -> None:
 def test_the_folder_of_an_active_writer_is_kept(tmp_path: Path) -> None:
     out = tmp_path / "t"
     with atomic_dir(out) as folder:
-        write(out, "a")  # which removes what killed writers have left
+        write(out, "a")  # also removes files of killed writers
         assert folder.is_dir()
         for number in range(3):
             (folder / f"{number}.txt").write_text("b")
@@ -196,10 +196,10 @@ def test_the_folder_of_an_active_writer_is_kept(tmp_path: Path) -> None:
 
 def test_only_leftovers_of_killed_writers_are_removed(tmp_path: Path) -> None:
     with forked(lambda: None) as child:
-        ended(child)  # a process that is gone
+        ended(child)  # a process that no longer exists
     stay = [f".t.{child}-abcd1234.saving.mine", ".t.saving"]
     gone = [f".t.{child}-abcd1234.saving", f".t.{child}-abcd1235.old", f".other.x.{child}-abcd1234.saving"]
-    # in containers, a process that is gone may have had the number of this one
+    # in containers, an earlier process may have had the id of this one
     reused, back = f".other.{os.getpid()}-abcd1234.saving", f".back.{child}-abcd1234.old"
     for name in (*stay, *gone, reused, back):
         (tmp_path / name).mkdir()
@@ -263,7 +263,7 @@ def test_children_of_a_killed_holder_do_not_keep_its_lock(tmp_path: Path) -> Non
         ended(child)
     worker = int(alive.read_text())
     with sole_writer(out):
-        os.kill(worker, 0)  # it still runs
+        os.kill(worker, 0)  # the child still runs
     os.kill(worker, signal.SIGKILL)
 
 

@@ -1,4 +1,4 @@
-"""GGUF files as model folders: the tensors of the file's blocks, and llama.cpp's ids."""
+"""GGUF files converted to model folders: tensors equal the dequantised blocks, token ids equal llama.cpp's."""
 
 import json
 import re
@@ -23,7 +23,7 @@ from transformers import LlamaForCausalLM
 
 VOCAB, LAYERS, HIDDEN, HEADS, KV_HEADS, INNER = 280, 2, 64, 4, 2, 96
 GOLDEN = json.loads(Path(__file__).with_name("smollm2_ids.json").read_text(encoding="utf-8"))
-"""Texts, and the ids that llama.cpp (server of October 2026) gives them by the GGUF of SmolLM2-135M-Instruct."""
+"""Texts with their token ids from llama.cpp (server of October 2026) for the GGUF of SmolLM2-135M-Instruct."""
 NAMES = {"attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj"}
 NAMES |= {"attn_output": "self_attn.o_proj", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj"}
 NAMES |= {"ffn_down": "mlp.down_proj", "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
@@ -31,18 +31,18 @@ WHOLE = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight":
 
 
 def model_name(name: str) -> str:
-    """Return the name of a GGUF tensor in transformers' Llama."""
+    """Return the transformers name of a GGUF tensor of a Llama."""
     found = re.fullmatch(r"blk\.(\d+)\.(\w+)\.weight", name)
     return f"model.layers.{found[1]}.{NAMES[found[2]]}.weight" if found else WHOLE[name]
 
 
 def in_halves(weight: np.ndarray, heads: int) -> np.ndarray:
-    """Return the rows of a query or key matrix in the order of transformers: even rows of each head, then odd ones."""
+    """Reorder the rows of a query or key matrix for transformers: even rows of each head, then odd rows."""
     return weight.reshape(heads, -1, 2, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape)
 
 
 def values_of(file: Path, heads: int, kv_heads: int) -> dict[str, np.ndarray]:
-    """Return the values of a Llama's GGUF file, read with the package gguf only."""
+    """Read the tensors of a Llama from a GGUF file with the gguf package only."""
     found = {}
     for tensor in GGUFReader(file).tensors:
         value = dequantize(tensor.data, tensor.tensor_type)
@@ -53,7 +53,10 @@ def values_of(file: Path, heads: int, kv_heads: int) -> dict[str, np.ndarray]:
 
 
 def write_gguf(file: Path, pre: str, architecture: str = "llama", quantised: bool = True) -> Path:
-    """Write a tiny tied Llama of random Q4_1 and Q8_0 blocks or of float16, whose tokenizer splits by a named rule."""
+    """Write a tiny random Llama with tied embeddings, quantised to Q4_1 and Q8_0 or in float16, as a GGUF file.
+
+    `pre` is the name of the pre-tokenizer.
+    """
     rng, writer = np.random.default_rng(0), GGUFWriter(file, architecture)
     for key, value in {
         "context_length": 512, "embedding_length": HIDDEN, "block_count": LAYERS, "feed_forward_length": INNER,
@@ -93,16 +96,16 @@ def write_gguf(file: Path, pre: str, architecture: str = "llama", quantised: boo
 
 @pytest.fixture(scope="module")
 def write(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Return a function that calls `write_gguf` with its own folder."""
+    """Return a function that calls `write_gguf` with a new folder."""
     return lambda *how: write_gguf(tmp_path_factory.mktemp("gguf") / "tiny.gguf", *how)
 
 
 @pytest.mark.parametrize("pre", ["smollm", "gpt-2", "llama-bpe"])
-def test_a_folder_has_the_files_tensors_to_the_bit(write: Callable[..., Path], tmp_path: Path, pre: str) -> None:
+def test_converted_tensors_equal_those_of_the_file(write: Callable[..., Path], tmp_path: Path, pre: str) -> None:
     file = write(pre)
     convert_gguf(file, tmp_path, "float32")
     found, wanted = load_file(tmp_path / "model.safetensors"), values_of(file, HEADS, KV_HEADS)
-    assert found.keys() == wanted.keys(), "the output layer is the embedding, and not stored twice"
+    assert found.keys() == wanted.keys(), "the tied output layer must not be stored"
     for name, value in wanted.items():
         np.testing.assert_array_equal(found[name], value)
     model = load_model(str(tmp_path))
@@ -113,7 +116,7 @@ def test_a_folder_has_the_files_tensors_to_the_bit(write: Callable[..., Path], t
     assert config["eos_token_id"] == 2
 
 
-def test_quantised_files_become_bfloat16_and_others_keep_their_numbers(
+def test_quantised_files_become_bfloat16_and_others_keep_their_values(
     write: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file, calls = write("smollm"), list[tuple[int, int]]()
@@ -139,7 +142,7 @@ def test_the_dtype_option_is_for_gguf_files_only(write: Callable[..., Path], tmp
 
 
 def test_digits_are_split_by_the_rule_of_the_file(write: Callable[..., Path], tmp_path: Path) -> None:
-    """The merges contain " 2" and " 33", which a rule that splits digits first never uses."""
+    """The merges contain " 2" and " 33", which are never used by a rule that splits digits first."""
     ids = {}
     for pre in ("smollm", "gpt-2"):
         convert_gguf(write(pre), tmp_path / pre)
@@ -163,7 +166,7 @@ def test_a_gguf_file_can_be_named_as_a_model(
     (kept,) = (tmp_path / "cache" / "draftsmith" / "gguf").glob("tiny-*")
     stamp = (kept / "model.safetensors").stat().st_mtime_ns
     load_model(str(file))
-    assert (kept / "model.safetensors").stat().st_mtime_ns == stamp, "converted once"
+    assert (kept / "model.safetensors").stat().st_mtime_ns == stamp, "the file was converted again"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Parts of messages: system errors without numbers, and install commands."""
+"""Text of messages: system errors without error numbers, and install commands."""
 
 import shutil
 import subprocess
@@ -13,7 +13,7 @@ from draftsmith.checkpoints.storage.messages import error_text, first_line, inst
 ROOT = Path(__file__).parents[3]
 
 
-def test_errors_of_the_system_have_no_numbers(tmp_path: Path) -> None:
+def test_system_errors_are_shown_without_error_numbers(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="Errno") as raised:
         (tmp_path / "nowhere").read_text()
     assert error_text(raised.value) == f"{tmp_path / 'nowhere'}: No such file or directory"
@@ -30,7 +30,7 @@ def test_a_heading_is_shown_with_the_next_line() -> None:
     assert first_line(ValueError("Nothing:")) == "Nothing:"
 
 
-def test_extras_of_a_checkout_and_of_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_install_commands_for_a_checkout_and_for_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     assert install_hint("clean") == "pip install -e '.[clean]'"
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""Names of models: missing paths are reported at once, and an unreachable hub is queried once."""
+"""Names of models: missing paths are reported immediately, and an unreachable hub is queried only once."""
 
 import socket
 import threading
@@ -23,7 +23,7 @@ def test_a_missing_path_is_not_looked_up_on_the_hub(
             load(name)
     check_location("runs/quickstart/target")
     assert hub.requests == []
-    for plain in ("gpt2", "user/drafter"):  # which may be on the hub
+    for plain in ("gpt2", "user/drafter"):  # these may be on the hub
         check_location(plain)
 
 

@@ -1,4 +1,4 @@
-"""Secrets of any form are redacted in files, cards and messages; other text is not."""
+"""Secrets are redacted in files, model cards and messages; other text is unchanged."""
 
 import json
 from pathlib import Path

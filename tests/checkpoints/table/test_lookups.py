@@ -1,4 +1,4 @@
-"""Lookups of a table compared with the formulas, with and without added counts."""
+"""Table lookups equal the formulas, with and without pseudo-counts."""
 
 import math
 
@@ -24,7 +24,7 @@ def log_of(unseen: float) -> torch.Tensor:
 
 
 def held(table: BigramTable) -> np.ndarray:
-    """Return the counts of a table as float64 [V, V]."""
+    """Return the counts of a table as a dense float64 array [V, V]."""
     dense = np.zeros((table.vocab_size,) * 2)
     for x in range(table.vocab_size):
         for entry in range(int(table.row_ptr[x]), int(table.row_ptr[x + 1])):
@@ -84,8 +84,8 @@ def test_look_up_finds_the_first_and_the_last_pair_of_any_vocabulary(vocab_size:
     assert without.isfinite().tolist() == [(int(x), int(y)) == (0, 0) for x, y in zip(*corners, strict=True)]
 
 
-def test_a_large_table_equals_its_dictionary() -> None:
-    """There are more entries than a chunk has, and keys have 64 bits."""
+def test_lookups_of_a_large_table_equal_the_formulas() -> None:
+    """The table has more than one chunk and 64-bit keys."""
     rng, vocab = np.random.default_rng(0), 66_000
     documents = [(vocab * rng.random(2_000_000) ** 3).astype(np.int64)]
     table = BigramTable.from_documents(documents, vocab)
@@ -122,7 +122,7 @@ def test_lookups_on_a_gpu_are_equal_and_do_not_synchronise(add_k: float) -> None
     moved.look_up(tokens[:, None], tokens, log_unseen, add_k), rows.after(tokens), rows.most_likely(tokens)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):  # capturing fails where anything waits
+    with torch.cuda.graph(graph):  # capture fails if an operation synchronises
         found = moved.look_up(tokens[:, None], tokens, log_unseen, add_k)
         after, best = rows.after(tokens), rows.most_likely(tokens)
     graph.replay()

@@ -1,4 +1,4 @@
-"""Bigram tables compared with a plain Counter: counts, files, statistics, and damaged files."""
+"""Bigram tables: counts equal a Counter, files survive a round trip, and damaged files are refused."""
 
 import json
 import subprocess

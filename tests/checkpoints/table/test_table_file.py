@@ -1,4 +1,4 @@
-"""Files of tables compared with the safetensors library, in bounded memory."""
+"""Table files are written in bounded memory and can be read by the safetensors library."""
 
 import subprocess
 import sys
@@ -57,9 +57,9 @@ def test_the_library_reads_streamed_files(
     assert metadata == {"format": "pt", "vocab_size": str(vocab_size)}
     again = path.with_name("again")
     write_table(again, vocab_size, run_in_parts(entries, vocab_size, sizes[::-1]), unigram)
-    assert again.read_bytes() == path.read_bytes(), "the parts leave traces"
+    assert again.read_bytes() == path.read_bytes(), "the file depends on the sizes of the parts"
     assert sorted(path.parent.iterdir()) == sorted([path, again])
-    # The bytes after the head are those of the library's own file.
+    # The bytes after the header equal those written by the library.
     own = save({name: array.astype(tensors[name].dtype) for name, array in wanted.items()})
     head = [8 + int.from_bytes(content[:8], "little") for content in (own, path.read_bytes())]
     assert own[head[0] :] == path.read_bytes()[head[1] :]

@@ -1,4 +1,4 @@
-"""Texts of a table: continuations of a context equal a full search."""
+"""Texts stored with a table: continuations of a context equal those of a full search."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -13,13 +13,13 @@ VOCAB = 5
 
 
 def documents(seed: int, count: int = 30) -> list[np.ndarray]:
-    """Return short repetitive texts, some with one token or none."""
+    """Return short repetitive texts; some have one token or none."""
     draw = np.random.default_rng(seed)
     return [draw.integers(0, VOCAB, draw.integers(0, 25)).astype(np.int32) for _ in range(count)]
 
 
 def followers(texts: list[np.ndarray], context: list[int]) -> tuple[int, list[tuple[int, ...]]]:
-    """Return the longest matching suffix of the context and its continuations, by a full search."""
+    """Find the longest suffix of the context in the texts; return its length and continuations."""
     for length in range(min(CONTEXT, len(context)), 0, -1):
         end = context[-length:]
         rows = [text.tolist() for text in texts]
@@ -38,14 +38,14 @@ def test_continuations_of_a_context(tmp_path: Path, seed: int) -> None:
     draw, lengths = np.random.default_rng(100 + seed), set()
     for _ in range(300):
         context = draw.integers(0, VOCAB, draw.integers(0, 11)).tolist()
-        if draw.random() < 0.5 and context:  # half of them stand in some text
+        if draw.random() < 0.5 and context:  # half of the contexts occur in a text
             text = texts[draw.integers(len(texts))].tolist()
             context = text[: draw.integers(len(text) + 1)] or context
         length, places_N = store.matches(np.array(context))
         wanted, after = followers(texts, context)
         told = []
         for place in places_N:
-            end = place + int((store.ids_T[place:] < 0).argmax())  # texts end where no token is
+            end = place + int((store.ids_T[place:] < 0).argmax())  # a negative id ends a text
             told.append(tuple(store.ids_T[place:end].tolist()))
         assert (length, sorted(told)) == (wanted, sorted(after))
         lengths.add(length)

@@ -1,4 +1,4 @@
-"""Families that cannot decode are refused by their configuration before weights are read."""
+"""Unsupported model families are refused by their configuration before weights are read."""
 
 from pathlib import Path
 from typing import Any

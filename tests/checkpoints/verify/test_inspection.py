@@ -1,4 +1,4 @@
-"""All faults of an artifact are found, not only the first."""
+"""An inspection reports all faults of an artifact, not only the first one."""
 
 import json
 from collections.abc import Callable

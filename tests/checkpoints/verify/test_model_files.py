@@ -1,4 +1,4 @@
-"""Models with pickled weights, an index to other folders, or an invalid configuration."""
+"""Models with pickled weights, with an index that refers to other folders, or with an invalid configuration."""
 
 import io
 import json
@@ -51,7 +51,7 @@ def change(path: Path, **values: Any) -> None:
 
 
 def shard(folder: Path, **files: str) -> None:
-    """Replace the weights by two shards and an index, with other `files` by tensor."""
+    """Replace the weights by two shards and an index; `files` overrides the file of individual tensors."""
     tensors = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
     places = {name: f"model-{1 + (name == 'lm_head.weight')}.safetensors" for name in tensors}
@@ -86,7 +86,7 @@ def test_a_pickled_adapter_is_read_only_with_the_flag(
     changed.save_pretrained(str(tmp_path / "adapter"))
     assert not same(load_model(str(tmp_path / "adapter")), model)
     pickle_weights(tmp_path / "adapter", "adapter_model", "adapter_model.bin")
-    beside = Path(shutil.copytree(folder, tmp_path / "beside"))  # transformers would put it on the model by itself
+    beside = Path(shutil.copytree(folder, tmp_path / "beside"))  # transformers would load this adapter
     for path in (tmp_path / "adapter").iterdir():
         shutil.copyfile(path, beside / path.name)
     for place in (tmp_path / "adapter", beside):
@@ -151,7 +151,7 @@ def test_models_of_the_hub(
     kept: str, folder: Path, model: LlamaForCausalLM, hub: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DISABLE_SAFETENSORS_CONVERSION", "1")
-    name = f"me/{kept}"  # transformers keeps what a name was resolved to
+    name = f"me/{kept}"  # transformers caches the files of a name
     files = {file: (folder / file).read_bytes() for file in ("config.json", "model.safetensors")}
     if kept == "pytorch_model.bin":
         opened = io.BytesIO()
@@ -174,7 +174,7 @@ def test_shards_elsewhere_are_not_read(folder: Path, tmp_path: Path) -> None:
 
 
 def test_names_may_lack_their_prefix(tmp_path: Path) -> None:
-    """opt-125m was saved from the model without its output layer."""
+    """The tensor names of opt-125m have no prefix, since the model was saved without its output layer."""
     torch.manual_seed(0)
     config = OPTConfig(
         vocab_size=VOCAB, hidden_size=16, ffn_dim=16, num_hidden_layers=1, num_attention_heads=2,
@@ -208,7 +208,7 @@ def test_remote_code_is_not_run(folder: Path, tmp_path: Path, monkeypatch: pytes
     config = json.loads((folder / "config.json").read_text()) | {"auto_map": places, "trust_remote_code": True}
     (folder / "config.json").write_text(json.dumps(config | {"model_type": model_type}))
     (folder / "code.py").write_text(CODE.format(mark=str(mark)))
-    monkeypatch.setattr("builtins.input", lambda *_: "y")  # whoever asks is told to go on
+    monkeypatch.setattr("builtins.input", lambda *_: "y")  # confirm any prompt
     if model_type == "llama":
         assert isinstance(load_model(str(folder)), LlamaForCausalLM)
     else:

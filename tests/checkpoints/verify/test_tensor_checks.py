@@ -1,4 +1,4 @@
-"""Valid safetensors files with missing or other tensors."""
+"""Valid safetensors files with missing, non-finite or additional tensors."""
 
 import math
 from collections.abc import Callable
@@ -40,7 +40,7 @@ def artifact(out: Path, write: Callable[[Path], None], kind: str = "drafter") ->
 
 
 def save(out: Path, change: Change = lambda tensors: None) -> Path:
-    """Write an artifact of a Llama with these tensors and correct hashes."""
+    """Write a Llama artifact with changed tensors and correct hashes."""
 
     def write(folder: Path) -> None:
         make().save_pretrained(folder)

@@ -16,12 +16,12 @@ def test_packing_places_every_document_once_with_little_padding(case: tuple[int,
     assert sorted(i for block in blocks for i in block) == list(range(len(lengths)))
     used = [sum(lengths[i] for i in block) for block in blocks]
     assert all(0 < total <= size for total in used)
-    # any two blocks together would overflow: a block is only opened when nothing open has room
+    # no two blocks fit into one: a block is only started if no existing block has room
     assert all(a + b > size for n, a in enumerate(used) for b in used[:n])
 
 
 def test_best_fit_takes_the_fullest_block_with_room() -> None:
-    # 7 and 6 open two blocks of 10; the 3 fits both (room 3 and 4) and belongs where it leaves nothing over
+    # the 7 and the 6 need two blocks of 10; the 3 fits into both and fills the first one completely
     assert pack_best_fit([6, 7, 3], 10) == [[1, 2], [0]]
 
 
@@ -41,7 +41,7 @@ def test_the_attention_mask_equals_a_plain_loop() -> None:
 
 @pytest.mark.parametrize(("blocks", "batch_blocks"), [(10, 3), (7, 7), (5, 8), (1, 4), (12, 1), (3, 20)])
 def test_every_block_is_used_once_per_epoch(blocks: int, batch_blocks: int) -> None:
-    steps = 3 * blocks  # three epochs for a batch of one, more for a larger one
+    steps = 3 * blocks  # three epochs with a batch size of one, otherwise more
     stream = np.concatenate([global_batch(blocks, batch_blocks, step, seed=5) for step in range(steps)])
     assert len(stream) == steps * batch_blocks
     epochs = stream[: len(stream) // blocks * blocks].reshape(-1, blocks)

@@ -19,7 +19,7 @@ CHATML = get_template("chatml")
 
 @pytest.fixture(scope="module")
 def many() -> list[Conversation]:
-    """Return forty conversations of one to three exchanges, from a few tokens to more than a block."""
+    """Return forty conversations of one to three exchanges; some are longer than a block."""
 
     def exchange(i: int, j: int) -> tuple[Turn, Turn]:
         return Turn("user", f"question number {i}-{j}"), Turn("assistant", f"answer {i} " * (1 + (i * 7 + j) % 11))
@@ -36,13 +36,13 @@ def test_every_document_is_in_the_blocks_exactly_once(
     many: list[Conversation], bpe: Any, prepared: PreparedData
 ) -> None:
     expected = [document.ids.tolist() for document in Renderer(CHATML, bpe, BLOCK)(many)]
-    assert len(expected) > len(many), "some conversations must have been split for this to say anything"
+    assert len(expected) > len(many), "the test needs conversations that are split"
     written = [np.load(prepared.directory / f"{name}.npy") for name in ("tokens", "documents")]
     assert [document.tolist() for document in np.split(written[0], written[1][1:-1])] == expected
     batch = prepared.batch(range(prepared.blocks))
     found = Counter(batch.documents_BT[batch.documents_BT != -1].tolist())
     assert found == {number: len(ids) for number, ids in enumerate(expected)}
-    # and each lies in one piece: it has as many different positions as tokens, 0 … n − 1
+    # each document is contiguous: its positions are 0 … n − 1
     for number, ids in enumerate(expected):
         place = batch.documents_BT == number
         assert batch.positions_BT[place].tolist() == list(range(len(ids)))
@@ -59,7 +59,7 @@ def test_labels_are_the_trainable_tokens(many: list[Conversation], bpe: Any, pre
         labels = batch.labels_BT[batch.documents_BT == number].tolist()
         assert labels == [i if flag else -100 for i, flag in zip(document.ids, document.trainable(), strict=True)]
     padding = batch.documents_BT == -1
-    assert padding.any(), "these lengths leave some room"
+    assert padding.any(), "the test needs blocks with padding"
     assert (batch.labels_BT[padding] == -100).all()
     assert (batch.tokens_BT[padding] == bpe.pad_token_id).all()
 
@@ -67,14 +67,14 @@ def test_labels_are_the_trainable_tokens(many: list[Conversation], bpe: Any, pre
 def test_the_first_token_of_a_document_has_no_label(bpe: Any, tmp_path: Path) -> None:
     plain, text = get_template("plain"), Conversation("text", (Turn("assistant", "question"),))
     (document,) = Renderer(plain, bpe, None)([text])
-    assert document.spans == [(0, len(document.ids))], "this tokenizer puts nothing before a text"
+    assert document.spans == [(0, len(document.ids))], "this tokenizer adds no BOS token"
     data = prepare([text] * 2, bpe, plain, 2 * len(document.ids), tmp_path / "p", source={})
     labels = [-100, *document.ids[1:].tolist()]
     assert data.batch([0]).labels_BT.tolist() == [labels * 2]
     assert data.manifest["trainable_tokens"] == 2 * len(document.ids) - 2
 
 
-def test_packed_documents_compute_as_separate_ones(prepared: PreparedData, make_llama: Any) -> None:
+def test_packed_documents_have_the_logits_of_separate_ones(prepared: PreparedData, make_llama: Any) -> None:
     model = make_llama(vocab_size=300)
     batch = prepared.batch([0, prepared.blocks - 1])
     mask_B1TT = batch.attention_mask_B1TT()
@@ -105,7 +105,7 @@ def test_an_interruption_leaves_the_former_data(
 def test_loading_and_verifying_find_damaged_files(prepared: PreparedData) -> None:
     folder = prepared.directory
     tokens = np.load(folder / "tokens.npy")
-    assert tokens.dtype == np.uint16, "a vocabulary of 300 fits"
+    assert tokens.dtype == np.uint16, "300 token ids fit into 16 bits"
     prepared.verify(300)
     with pytest.raises(ValueError, match=r"tokens\.npy has the token \d+, expected 0 to 9"):
         prepared.verify(10)

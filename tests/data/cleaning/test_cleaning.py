@@ -1,4 +1,4 @@
-"""Cleaning: each option with its count, consistent reports, and original exchanges."""
+"""Cleaning options and their counts, consistent reports, and exchanges that are kept unchanged."""
 
 import json
 from itertools import pairwise
@@ -18,7 +18,7 @@ MORE: Pairs = [("user", "and now?"), ("assistant", "we go on")]
 def clean_all(
     dialogues: list[Pairs], texts: list[str] | tuple[str, ...] = (), ids: list[str] | None = None, **options: Any
 ) -> tuple[list[Pairs | None], CorpusReport]:
-    """Return the cleaned dialogues and a report that adds up."""
+    """Clean dialogues, check that the counts of the report add up, and return both."""
     report = CorpusReport()
     cleaner = Cleaner(Cleaning(**options), report, texts)
     names = ids or [f"row-{i}" for i in range(len(dialogues))]
@@ -32,7 +32,7 @@ def clean_all(
 
 
 def clean_one(pairs: Pairs, **options: Any) -> tuple[Pairs | None, dict[str, int], dict[str, int]]:
-    """Return the kept messages, the reason for dropping, and the reasons for changes."""
+    """Clean a dialogue; return its messages, the reason for dropping it, and the reasons for changes."""
     (kept,), report = clean_all([pairs], **options)
     return kept, dict(report.dropped), dict(report.changed)
 
@@ -122,7 +122,7 @@ def test_duplicates_refer_to_kept_conversations() -> None:
     assert report.dropped == {"duplicate first exchange": 2}
     blocked = [*HELLO, MORE[0], ("assistant", BLOCKED_ANSWERS[0])]
     kept, report = clean_all([blocked, HELLO], duplicates=["first-exchange"], drop_blocked=True)
-    assert report.dropped == {"blocked answer": 1}, "the first was not kept, so the second is no duplicate"
+    assert report.dropped == {"blocked answer": 1}, "the first one was dropped, so the second is no duplicate"
     texts: list[Pairs] = [[("text", "a")], [("text", "a")], [("text", "b")]]
     assert clean_all(texts, duplicates=["first-exchange"])[1].dropped == {"duplicate first exchange": 1}
 
@@ -209,7 +209,7 @@ def mended(text: Any) -> Any:
 
 
 def adjacent(question: str, answer: str, source: Pairs) -> bool:
-    """Return whether an answer follows its question with at most empty messages between."""
+    """Return whether an answer follows its question in the source, with only empty messages in between."""
     spoken = [(ROLES.get(role) if isinstance(role, str) else None, mended(text)) for role, text in source]
     for start in (i for i, message in enumerate(spoken) if message == ("user", question)):
         after = spoken[start + 1 :]

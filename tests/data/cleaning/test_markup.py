@@ -1,4 +1,4 @@
-"""HTML and escaped Markdown: what is converted and what is left unchanged."""
+"""Conversion of HTML and escaped Markdown, and text that is left unchanged."""
 
 import pytest
 from draftsmith.data.cleaning.markup import holds_html, html_to_markdown, unescape_markdown

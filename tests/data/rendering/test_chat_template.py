@@ -1,4 +1,4 @@
-"""Chat templates of tokenizers: the ids equal those of serving."""
+"""Chat templates of tokenizers: rendered token ids equal those of serving."""
 
 import json
 from dataclasses import replace
@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 SPECIALS = ("<pad>", "<s>", "<|im_start|>", "<|im_end|>", "<turn>", "</turn>", "</s>")
-# the shapes of templates in use: a default system text; a header with blank lines and stripped messages; no role for
-# the system, another name for the assistant; everything inside the first instruction
+# typical templates: a default system text; a header with blank lines and stripped messages; no system role and a
+# different name of the assistant; the system text inside the first instruction
 TEMPLATES = {
     "default-system": (
         "{% if messages[0]['role'] != 'system' %}<|im_start|>system\nYou help.<|im_end|>\n{% endif %}"
@@ -48,7 +48,7 @@ def _tokenizer(chat_template: str | None) -> Any:
     texts = ["system user assistant model You help the hello\n\n INST SYS answer question " * 5]
     tokenizer = train_bpe(texts, 300, SPECIALS)
     tokenizer.chat_template = chat_template
-    tokenizer.add_tokens(["<|eot|>"])  # as some fine-tuned models have it, not special
+    tokenizer.add_tokens(["<|eot|>"])  # some fine-tuned models have such a token, which is not special
     return tokenizer
 
 
@@ -71,8 +71,8 @@ def test_ids_equal_those_of_serving(tokenizer: Any, texts: list[str]) -> None:
     turns = tuple(Turn(("user", "assistant")[i % 2], text) for i, text in enumerate(texts))
     template = get_template("tokenizer", tokenizer)
     rendered = render(Conversation("c", turns), template, tokenizer)
-    # behind "\n\n" this tokenizer writes a text otherwise than it goes on after it: what was generated is not what the
-    # whole text is encoded to, so only the first prompt can be the same
+    # this tokenizer merges "\n\n" with the text after it: generated tokens differ from the encoded conversation, and
+    # only the first prompt can be compared
     generated = not template.middle.endswith("\n\n")
     if generated:
         assert rendered.ids.tolist() == _served(tokenizer, turns, prompt=False)
@@ -131,7 +131,8 @@ LAST = (
     "{% endif %}{% endfor %}"
 )
 ASKED = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-# what no constant texts reproduce, in the manner of the families named, with the answers' beginnings and endings
+# templates that constant texts cannot reproduce, like those of the named families; with the number of documents and
+# the beginning and ending of answers
 REWRITING = {
     "thoughts of the last answer (Qwen3)": (
         LAST + FOR + "<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' and loop.index0 > ns.last %}"
@@ -209,7 +210,7 @@ def test_template_variables_are_passed_and_the_date_is_fixed() -> None:
         assert tokenizer.decode(ids) == f"hello</s>{text}"
 
 
-# as Qwen 2.5's: tools in the system text, calls and results in tags
+# like Qwen 2.5: tools in the system text, calls and results in tags
 WITH_TOOLS = (
     "<|im_start|>system\n{{ messages[0].content if messages[0].role == 'system' else 'You help.' }}"
     "{% if tools %}{{ '\n\n# Tools' }}{% for tool in tools %}{{ '\n' + tool | tojson }}{% endfor %}{% endif %}"
@@ -246,7 +247,7 @@ CALLS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("system", [[], [{"role": "system", "content": "Be kind."}]])
 def test_tools_calls_and_results_equal_serving(tools: list[Any] | None, system: list[Any], tmp_path: Path) -> None:
     tokenizer = _tokenizer(WITH_TOOLS)
-    texts = json.loads(json.dumps(CALLS))  # as OpenAI has it: arguments are JSON within JSON
+    texts = json.loads(json.dumps(CALLS))  # as in OpenAI's format, arguments are JSON inside JSON
     for call in (call["function"] for message in texts for call in message.get("tool_calls", [])):
         call["arguments"] = json.dumps(call["arguments"])
     for name, written in (("list", tools), ("text", json.dumps(tools))):

@@ -1,4 +1,4 @@
-"""The linter finds every planted fault by name, and none in rendered conversations."""
+"""The linter reports every planted fault by name, and no faults in rendered conversations."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -92,7 +92,7 @@ def test_planted_faults_are_found_by_name(template: Template, tokenizer: Any, sy
 @pytest.mark.parametrize(
     ("before", "after", "fault"), [("", "", False), ("", "\n\n", True), ("  ", "", True), ("\n", "", True)]
 )
-def test_white_space_that_is_trained(tokenizer: Any, before: str, after: str, fault: bool) -> None:
+def test_white_space_around_answers_is_reported(tokenizer: Any, before: str, after: str, fault: bool) -> None:
     written, template = _talk([TALK[0], before + TALK[1] + after]), get_template("vicuna-v1.1")
     document = replace(render(written, template, tokenizer), conversation=_talk(TALK[:2]))
     assert Linter(tokenizer, template).check(document) == (f.ANSWER_DIFFERS if fault else None)
@@ -108,13 +108,13 @@ def test_the_beginning_of_a_cut_answer_is_accepted(template: Template, tokenizer
         (document,) = Renderer(template, tokenizer, limit)([chat])
         assert linter.check(document) is None
         assert linter.check(replace(document, answer_cut=0)) == f.ANSWER_DIFFERS
-        if answer.isascii():  # a decoder gives up all of a row of bytes for one broken character
+        if answer.isascii():  # a broken character makes the whole run of bytes undecodable
             other = replace(document, conversation=_talk(["the question", "x" + answer]))
             assert linter.check(other) == f.ANSWER_DIFFERS
         start, end = document.spans[0]
         assert linter.check(replace(document, spans=[(start - 4, end)]))
         closed = replace(document, ids=np.append(document.ids, tokenizer.eos_token_id), spans=[(start, end + 1)])
-        assert linter.check(closed) == f.ANSWER_DIFFERS, "trained to stop in the middle"
+        assert linter.check(closed) == f.ANSWER_DIFFERS, "an end token after a cut answer must be reported"
 
 
 def test_a_cut_question_is_no_fault(template: Template, tokenizer: Any) -> None:
@@ -169,7 +169,7 @@ CHATS = st.tuples(
 @settings(max_examples=12, deadline=None, derandomize=True)
 @given(st.lists(CHATS, min_size=1, max_size=4), st.booleans())
 @example([(None, [("</s>", "</s></s></s></s></s>")], 20)], False)
-@example([("\x1b", [("\x80</s></s><|im_end|>", "")], 20)], False)  # cut inside a character, behind other bytes
+@example([("\x1b", [("\x80</s></s><|im_end|>", "")], 20)], False)  # cut inside a character that follows other bytes
 def test_user_text_is_never_supervised(
     template: Template, tokenizer: Any, made: list[Any], last_turn_only: bool
 ) -> None:

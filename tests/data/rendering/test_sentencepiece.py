@@ -1,4 +1,4 @@
-"""Sentencepiece tokenizers: ids for both values of `legacy`, and masks."""
+"""SentencePiece tokenizers: token ids for both values of `legacy`, and loss masks."""
 
 import json
 from pathlib import Path
@@ -17,13 +17,13 @@ sentencepiece = pytest.importorskip("sentencepiece")
 
 CODE = "def f(x):\n    if x:\n        return  x\n    else:\n        return    [x,  x]\n"
 TEXT = "The user asks and the assistant answers. USER: the ASSISTANT: hello there, who are you? "
-# what a tokenizer's configuration can say about the space before a text
+# settings of a tokenizer for the space before a text
 FLAGS: dict[str, dict[str, Any]] = {
     "unset": {},
     "legacy": {"legacy": True},
     "not-legacy": {"legacy": False},
     "no-prefix": {"legacy": True, "add_prefix_space": False},
-    "tokenizer-json": {"legacy": True},  # with the normalizer that old conversions wrote
+    "tokenizer-json": {"legacy": True},  # with the normalizer of old conversions
 }
 
 
@@ -45,7 +45,7 @@ def model_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert not {piece.piece for piece in proto.pieces} & set(spaces)
     merged = [piece for piece in proto.pieces if piece.type == 1 and len(piece.piece) > 1]
     for piece, space in zip(merged[:30:2], spaces, strict=True):
-        piece.piece, piece.score = space, -1e9  # early by number, last by score: LLaMA's own way
+        piece.piece, piece.score = space, -1e9  # low ids but the lowest score, as in LLaMA
     (folder / "tokenizer.model").write_bytes(proto.SerializeToString())
     return folder / "tokenizer.model"
 
@@ -107,4 +107,4 @@ def test_ids_equal_those_of_sentencepiece(folder: Path, chats: list[Conversation
         assert one[0].tolist() == other[0].tolist()
         assert one[1].tolist() == other[1].tolist()
     if not with_added_token and "add_prefix_space" not in (folder / "tokenizer_config.json").read_text():
-        assert fast._pieces is not None, "or nothing was compared"
+        assert fast._pieces is not None, "the fast path was not used"

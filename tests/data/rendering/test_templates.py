@@ -21,11 +21,11 @@ def template(request: pytest.FixtureRequest) -> Template:
 def _trained(rendered: Rendered, tokenizer: Any) -> list[str]:
     """Return the decoded supervised spans with special tokens."""
     texts = []
-    # behind another token, because a decoder takes the space off the start of a text
+    # decode after another token, since decoders strip the space at the start of a text
     anchor = tokenizer("a", add_special_tokens=False).input_ids
     for start, end in rendered.spans:
         stretch = rendered.ids[start:end].tolist()
-        assert not set(stretch[:-1]) & set(tokenizer.all_special_ids), "a special token inside an answer"
+        assert not set(stretch[:-1]) & set(tokenizer.all_special_ids), "an answer contains a special token"
         texts.append(tokenizer.decode([*anchor, *stretch]).removeprefix(tokenizer.decode(anchor)))
     return texts
 
@@ -37,7 +37,8 @@ def _plain(document: Rendered) -> tuple[list[int], list[tuple[int, int]], bool]:
 def _expected(turns: Sequence[Turn], template: Template, tokenizer: Any) -> list[str]:
     """Return the expected supervised text: answers with their separating space and end of turn.
 
-    Behind a special token some tokenizers write a space of their own: `_spaceless` compares without it."""
+    Some tokenizers add a space after a special token; compare with `_spaceless`.
+    """
     space = " " if template.middle.endswith(" ") else ""
     answers = [turn.text.strip() if template.strips[1] else turn.text for turn in turns if turn.role == "assistant"]
     return [space + answer + template.end.replace("{eos}", tokenizer.eos_token) for answer in answers]
@@ -68,7 +69,7 @@ def test_prompts_equal_the_rendered_prefixes(chats: list[Conversation], template
 
 
 def test_batched_rendering_equals_one_by_one(chats: list[Conversation], template: Template, tokenizer: Any) -> None:
-    many = chats * 60  # more than one internal batch
+    many = chats * 60  # more than one batch inside the renderer
     together = [_plain(document) for document in Renderer(template, tokenizer, None)(many)]
     alone = [_plain(render(chat, template, tokenizer)) for chat in chats]
     assert together == alone * 60
@@ -91,7 +92,7 @@ def test_vicuna_renders_its_published_text(tokenizer: Any) -> None:
     ids = render(Conversation("a", turns), template, tokenizer).ids
     end = tokenizer.eos_token
     as_text = f"{VICUNA_SYSTEM} USER: the ASSISTANT: hello{end}USER: and ASSISTANT: bye{end}"
-    # encoded as one string; the Llama tokenizers put their "▁" behind a special token too
+    # encoded as one string; the Llama tokenizers add "▁" after a special token too
     assert ids.tolist() == tokenizer(as_text).input_ids
     prompt = tokenizer.decode(prompt_renderer(template, tokenizer)(turns[:1]))
     assert prompt.endswith("USER: the ASSISTANT:")
@@ -114,7 +115,7 @@ def test_long_conversations_split_between_exchanges(
     answers = [answer for part in parts for answer in _trained(part, tokenizer)]
     assert _spaceless(answers, template) == _spaceless(_expected(chat.turns, template, tokenizer), template)
     assert report == RenderReport(1, 1, 0, len(parts), 1, 14)
-    # a part is what rendering its own exchanges gives, and no part could have taken the next exchange as well
+    # each part equals its separately rendered exchanges, and has no room for the next exchange
     at = 0
     for part in parts:
         count = len(part.spans)
@@ -138,17 +139,17 @@ def test_a_long_question_and_answer_share_the_block(template: Template, tokenize
     assert limit - 1 <= len(document.ids) <= limit
     assert min(document.question_cut, document.answer_cut) > 0
     whole = render(chat, template, tokenizer)
-    lost = whole.spans[0][1] - len(document.ids)  # what follows the end of turn is not counted
+    lost = whole.spans[0][1] - len(document.ids)  # tokens after the end of turn are not counted
     assert report.question_tokens_cut + report.answer_tokens_cut == document.question_cut + document.answer_cut == lost
     assert (report.questions_cut, report.answers_cut) == (1, 1)
     ((start, end),) = document.spans
     assert "198 199" in tokenizer.decode(document.ids[:start])
     assert long.startswith(tokenizer.decode(document.ids[start:end]).strip())
-    assert abs(start - len(opening) - (limit - start)) < 25, "about half"
+    assert abs(start - len(opening) - (limit - start)) < 25, "question and answer should have similar lengths"
     begin = template.start if not with_system or template.system is None else "s".join(template.system)
     begin = begin.replace("{bos}", tokenizer.bos_token).strip(" ")
     text = tokenizer.decode(document.ids).replace(" ", "")  # decoders put spaces around special tokens
-    assert begin.replace(" ", "") in text, "the template's own text is never cut"
+    assert begin.replace(" ", "") in text, "the text of the template was cut"
 
 
 def test_a_system_text_as_long_as_a_block_leaves_no_room(template: Template, tokenizer: Any) -> None:
@@ -166,7 +167,7 @@ def test_a_document_of_exactly_the_limit_is_not_cut(template: Template, tokenize
     assert _plain(same) == _plain(whole)
     (end,) = [end for _, end in whole.spans]
     (whole_answer,) = Renderer(template, tokenizer, end)([chat])
-    assert _plain(whole_answer) == (whole.ids[:end].tolist(), whole.spans, False), "what follows the end is not missed"
+    assert _plain(whole_answer) == (whole.ids[:end].tolist(), whole.spans, False), "text after the end can be dropped"
     (shorter,) = Renderer(template, tokenizer, end - 1)([chat])
     assert shorter.question_cut or shorter.answer_cut
     assert len(shorter.ids) == end - 1

@@ -1,4 +1,4 @@
-"""The registry of corpora, their rows, and the conversion of sources to dialogues and prompts."""
+"""The registry of corpora, and the conversion of their rows to dialogues and prompts."""
 
 import json
 from collections import Counter
@@ -48,7 +48,7 @@ PAIR = {"translation": {"de": "Guten Tag", "en": "Good day"}}
         ("spec-bench", {"question_id": 1, "category": "humanities", "turns": ["a", "b"]}, ["a", "b"], (), "mt_bench"),
         ("spec-bench", {"question_id": 1, "category": "rag", "turns": ["a"], "reference": [["r"]]}, ["a"], ("r",),
          "rag"),
-        # a copy in another form than the hub's
+        # a copy with columns that differ from those on the hub
         ("cnn-dailymail", {"turns": ["Summarize: this"], "category": "summarization"}, ["Summarize: this"], (),
          "summarization"),
     ],
@@ -170,7 +170,7 @@ def test_prompts_of_conversations(tmp_path: Path) -> None:
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return the requests to a stand-in of the hub and its rows."""
+    """Replace the hub by a stand-in; return the list of requests, and the rows that it serves."""
     datasets = pytest.importorskip("datasets")
     last_questions: list[dict[str, Any]] = []
     rows = [{"prompt": str(i), "response": "hi", "scores": [i]} for i in range(11)]
@@ -192,7 +192,7 @@ def test_the_hub_gets_the_arguments_of_registry_or_user(hub: tuple[list[dict[str
     last_questions, _ = hub
     list(open_dialogues("someone/chats", config="c", split="test", revision="abc", file="x.json"))
     for name, split in (("piqa", None), ("lmsys/lmsys-chat-1m", "train[:10]")):
-        with suppress(ValueError):  # the rows are of another form
+        with suppress(ValueError):  # the rows have other columns
             list(open_dialogues(name, split=split))
     nothing = {"name": None, "split": "train", "revision": None, "data_files": None}
     assert last_questions == [

@@ -1,4 +1,4 @@
-"""The corpus of installed packages' documentation: parsed without importing, reproducible, split without leaks."""
+"""Corpus of the documentation of installed packages: parsed without imports, reproducible, split without leaks."""
 
 import sys
 from pathlib import Path
@@ -62,7 +62,7 @@ GOOGLE_STYLE = """Load the weights from a folder and check that they fit the mod
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
-    """Return the documentation of the standard library and of two small packages that fail on import."""
+    """Return the corpus of the standard library and of two small packages that cannot be imported."""
     folder = tmp_path_factory.mktemp("site")
     padding = "Words that make this docstring long enough to be worth reading as a whole. " * 5
     unique = "".join(
@@ -139,12 +139,12 @@ def test_texts_are_used_once_and_on_one_side_of_the_split(corpus: Corpus) -> Non
     train, heldout, report = corpus
     first_answers = [c.turns[1].text for c in [*train, *heldout]]
     assert len(set(first_answers)) == len(first_answers)
-    assert report["duplicates"] >= 201, "every function of the copy is one"
+    assert report["duplicates"] >= 201, "every function of the copied package is a duplicate"
     assert report["packages"]["fakecopy"]["conversations"] == 0
 
 
 def test_the_split_depends_on_the_name_inside_the_module(corpus: Corpus, tmp_path: Path) -> None:
-    """A renamed package must not move an object to the other side."""
+    """Renaming a package must not move an object between training and held-out data."""
     padding = "Other words, so that no text equals one of the first package, but long enough to be taken. " * 4
     source = "".join(f'def function_{i}():\n    """Number {i} once more. {padding}"""\n\n' for i in range(200))
     (tmp_path / "renamed").mkdir()
@@ -155,7 +155,7 @@ def test_the_split_depends_on_the_name_inside_the_module(corpus: Corpus, tmp_pat
     again = {c.id.rsplit(".", 1)[1] for c in heldout if c.id.startswith("renamed.")}
     first = {c.id.rsplit(".", 1)[1] for c in corpus[1] if c.id.startswith("fakedocs.many.")}
     assert again == first
-    assert 5 < len(first) < 45  # 20 expected of 200
+    assert 5 < len(first) < 45  # the expected number is 20 of 200
 
 
 def test_a_budget_is_met_spread_and_reproducible() -> None:
@@ -166,7 +166,7 @@ def test_a_budget_is_met_spread_and_reproducible() -> None:
     assert one[0] != other[0]
     report = one[2]
     assert not report["complete"]
-    assert 300_000 <= report["bytes"] < 400_000, "it ends with the file that fills the budget"
+    assert 300_000 <= report["bytes"] < 400_000, "the corpus ends with the file that exceeds the budget"
     shares = [package["bytes"] / report["bytes"] for package in report["packages"].values()]
     assert len(shares) == 2
     assert min(shares) > 0.3

@@ -1,4 +1,4 @@
-"""Files in all formats: complete, damaged, in shards, and as a stream in constant memory."""
+"""Data files in all formats: complete, damaged, in shards, and streamed in constant memory."""
 
 import gzip
 import json
@@ -14,7 +14,7 @@ FORMATS = ("a.json", "pretty.json", "lines.json", "a.jsonl", "a.json.gz", "a.jso
 
 
 def write(path: Path, rows: list[Any]) -> Path:
-    """Write `rows` in the format that the name asks for."""
+    """Write `rows` in the format of the file name."""
     if path.suffix == ".parquet":
         pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
         parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=70)
@@ -56,7 +56,7 @@ def test_no_rows_at_all(tmp_path: Path) -> None:
 def test_a_list_is_read_across_chunk_borders(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     kinds = [True, None, "😀", "é\\", {"a": [1, {}, -12.5e-7]}, [], float("inf")]
-    for offset in range(60):  # every border of the values comes to lie on the end of a piece
+    for offset in range(60):  # every boundary between values coincides once with the end of a chunk
         rows = ["x" * (CHUNK - 40 - offset), *kinds]
         path.write_text(json.dumps(rows, ensure_ascii=offset % 2 == 0, indent=offset % 3 or None), encoding="utf-8")
         assert values(path) == rows
@@ -107,7 +107,7 @@ def test_a_folder_is_its_data_files(tmp_path: Path) -> None:
     (tmp_path / ".hidden.jsonl").write_text("no")
     assert values(tmp_path) == ["test.jsonl", "train-2.jsonl", "train.jsonl", "train_gen.jsonl"]
     assert values(tmp_path, split="train") == ["train-2.jsonl", "train.jsonl"]
-    assert len(values(tmp_path, split="validation")) == 4  # no file is named after it
+    assert len(values(tmp_path, split="validation")) == 4  # no file name contains this split
 
 
 def test_only_chosen_columns_are_read(tmp_path: Path) -> None:

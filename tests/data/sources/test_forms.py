@@ -34,7 +34,7 @@ def read(value: Any) -> Dialogue:
         ({"goal": "one?", "sol1": "a", "sol2": "b"}, "goal", (("user", "one?"),)),
         ({"question": "one?", "answers": ["a"]}, "question", (("user", "one?"),)),
         ({"messages": [{"role": "user", "content": PARTS}]}, "messages", (("user", "hel\nlo"),)),
-        # nulls: a table of mixed forms, texts that are missing, a tool call
+        # null values: a table of mixed forms, missing texts, a tool call
         ({"messages": None, "prompt": "hello", "response": "hi", "text": None}, "prompt + response", ASKED),
         ({"instruction": None, "output": "hi"}, "instruction + output", (("user", None), ("assistant", "hi"))),
         ({"messages": None}, "messages", ()),

@@ -1,4 +1,4 @@
-"""Draft vocabularies of drafters and heads: trained, loaded, decoded with, exported."""
+"""Draft vocabularies of drafters and heads in training, loading, decoding and export."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -49,13 +49,13 @@ def test_the_most_frequent_tokens_are_trained_and_proposed(
 
     again = recipe | {"out": str(tmp_path / "again"), "model": {"source": str(out)}}
     run_train(parse_recipe(again, "the test's recipe"))
-    assert torch.equal(kept_tokens(load_model(again["out"])), ids_R), "a drafter goes on with its own vocabulary"
+    assert torch.equal(kept_tokens(load_model(again["out"])), ids_R), "further training must keep the draft vocabulary"
 
 
 def test_heads_propose_only_the_most_frequent_tokens(
     tiny_drafter: Callable[[Path], dict[str, Any]], tiny_pair: Path, tmp_path: Path
 ) -> None:
-    """Exports for other programs have all rows of the projection."""
+    """Exports for other engines keep all rows of the projection."""
     recipe: dict[str, Any] = tiny_drafter(tmp_path)
     del recipe["tokenizer"], recipe["model"]
     target = str(tiny_pair / "target")

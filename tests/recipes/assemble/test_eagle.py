@@ -1,4 +1,4 @@
-"""EAGLE-3 recipes: trained on live and cached states, verified, and evaluated as a drafter."""
+"""EAGLE-3 recipes: training on live and cached hidden states, and evaluation of the heads as a drafter."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +18,7 @@ TOKENS = 60
 
 
 def recipe_of(made: dict[str, Any], target: Path, **more: Any) -> Any:
-    """Return the recipe of EAGLE-3 heads for a drafter's recipe."""
+    """Turn a drafter recipe into a recipe of EAGLE-3 heads."""
     values = {name: made[name] for name in ("data", "train", "out")} | {"kind": "heads", "architecture": "eagle3"}
     values |= {
         "target": str(target),
@@ -32,7 +32,7 @@ def recipe_of(made: dict[str, Any], target: Path, **more: Any) -> Any:
 def test_training_on_cached_states_equals_live_states(
     tiny_drafter: Callable[[Path], dict[str, Any]], tiny_pair: Path, tmp_path: Path
 ) -> None:
-    """They are equal up to rounding. All methods with a drafter write the target's greedy text."""
+    """The weights are equal up to rounding. All methods with a drafter generate the greedy text of the target."""
     made, target = tiny_drafter(tmp_path), tiny_pair / "target"
     run_train(recipe_of(made, target))
     hidden = {"cache": str(tmp_path / "hidden"), "dtype": "float32"}

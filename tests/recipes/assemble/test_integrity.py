@@ -1,4 +1,4 @@
-"""Changed bytes of a target or of prepared data are detected before anything is trained or written."""
+"""Changed bytes of a target or of prepared data are detected before training starts."""
 
 import json
 import os
@@ -29,12 +29,12 @@ def target(tiny_pair: Path, tmp_path: Path) -> Path:
 
 
 def flip_bits(target: Path) -> tuple[str, str]:
-    """Flip forty exponent bits of the target at an unchanged time, and return its hashes before and after."""
+    """Flip forty exponent bits of the target without changing its modification time; return both hashes."""
     path, before = target / "model.safetensors", resolve_model(str(target)).sha256
     content, about = bytearray(path.read_bytes()), path.stat()
     start = 8 + int.from_bytes(content[:8], "little")
     embeddings = json.loads(content[8:start])["model.embed_tokens.weight"]
-    first = start + embeddings["data_offsets"][0] + 5 * 4 * embeddings["shape"][1]  # row 5
+    first = start + embeddings["data_offsets"][0] + 5 * 4 * embeddings["shape"][1]  # row of token 5
     for place in range(first, first + 40 * 4, 4):
         content[place + 3] ^= 1
     path.write_bytes(content)
@@ -97,7 +97,7 @@ def test_a_cache_of_a_changed_target_is_not_used(drafter_recipe: Path, target: P
 
 
 def damaged(folder: Path, change: Callable[[np.ndarray], np.ndarray]) -> Path:
-    """Change tokens in place."""
+    """Change the prepared tokens in place and return the file."""
     path = folder / "tokens.npy"
     np.save(path, change(np.load(path)))
     return path
@@ -142,7 +142,7 @@ def test_tokens_outside_the_vocabulary_are_refused(drafter_recipe: Path) -> None
     folder = prepare_once(recipe, load_tokenizer(recipe.tokenizer_source), make_accelerator("no")).folder / "train"
     path = damaged(folder, lambda ids: np.where(np.arange(len(ids)) == 7, 320, ids).astype(ids.dtype))
     manifest = json.loads((folder / "data.json").read_text())
-    manifest["sha256"]["tokens"] = file_hash(path)  # as another tokenizer would have written it
+    manifest["sha256"]["tokens"] = file_hash(path)  # consistent hash, as if written with a different tokenizer
     (folder / "data.json").write_text(json.dumps(manifest))
     report = json.loads((folder.parent / "report.json").read_text())
     report["sha256"]["train/data.json"] = file_hash(folder / "data.json")

@@ -1,4 +1,4 @@
-"""Models to train: pruned, copied, frozen or adapted as configured, and saved as they were trained."""
+"""Models to train: pruned, copied, frozen or with adapters as configured; saved models equal the trained ones."""
 
 import json
 import sys
@@ -82,13 +82,13 @@ def section(**fields: Any) -> ModelSection:
 
 
 def test_a_model_that_exceeds_the_memory_is_refused_before_it_is_built() -> None:
-    """The model has 6.6 trillion parameters, of which none is allocated."""
+    """The model has 6.6 trillion parameters; none of them is allocated."""
     sizes = {"hidden_size": 65536, "intermediate_size": 262144, "num_hidden_layers": 96, "num_attention_heads": 512}
     with pytest.raises(ValueError, match=r"[\d,]{17} parameters of .* are free"):
         build_model(section(config={"model_type": "llama", **sizes}), 0)
 
 
-def test_another_vocabulary_names_the_command_that_converts_it() -> None:
+def test_a_different_vocabulary_names_the_command_that_converts_it() -> None:
     target, model = random_model("llama"), random_model("llama", vocab_size=36)
     for source, words in (
         ("my drafter", "`draftsmith doctor T 'my drafter' --fix OUT`"),
@@ -128,7 +128,7 @@ def generate_ids(model: Any, count: int = 10) -> list[int]:
 
 
 def decoded(target: Any, name: str, drafter: Any = None, **options: Any) -> list[int]:
-    """Decode about ten tokens greedily with a method."""
+    """Decode ten tokens greedily with a method."""
     method = build_method(name, Parts(drafter=drafter), Sampling(), **options)
     steps = generate(target, *method, TOKENS.tolist(), Limits(10), Sampling(), Rng.for_rows(0, 1))
     return [token for step in steps for token in step.new_ids[0]][:10]
@@ -180,7 +180,7 @@ def test_a_pruned_model_equals_the_source_without_other_layers(family: str, save
     torch.testing.assert_close(logits(again), logits(model), rtol=0, atol=0)
     assert generate_ids(again) == generate_ids(model)
     whole: Any = load_model(source)
-    if not whole.config.is_encoder_decoder:  # the source itself, with the other layers made to do nothing
+    if not whole.config.is_encoder_decoder:  # compare with the source, whose other layers are replaced by the identity
         found = next(part for part in whole.modules() if isinstance(part, torch.nn.ModuleList) and len(part) == 4)
         for number in {0, 1, 2, 3} - set(layers):
             found[number].forward = _nothing_in_a_tuple if family == "gpt_neo" else _nothing
@@ -189,7 +189,7 @@ def test_a_pruned_model_equals_the_source_without_other_layers(family: str, save
         assert model.config.attention_layers == ["global"] * 2
     if family == "qwen2":
         assert model.config.layer_types == ["sliding_attention"] * 2
-        return  # decoding goes no further than so short a window
+        return  # decoding beyond such a short sliding window is not supported
     found = decoded(wrap_model(load_model(source)), "speculative", wrap_model(model), gamma=3)
     assert found == generate_ids(load_model(source))
 
@@ -228,7 +228,7 @@ def test_lora_files_give_the_trained_model(
     lora = {"rank": 3, "alpha": 5.0, "dropout": 0.1, "export": export}
     trainable = build_model(section(source=source, lora=lora), 1)
     start = logits(load_model(source))
-    torch.testing.assert_close(logits(trainable.model), start, rtol=0, atol=0)  # an adapter begins as nothing
+    torch.testing.assert_close(logits(trainable.model), start, rtol=0, atol=0)  # a new adapter has no effect
     losses = train_some_steps(trainable, recompute)
     assert losses[-1] < losses[0]
     trained, shapes = logits(trainable.model), trainable.shapes()
@@ -256,7 +256,7 @@ def test_decoding_during_lora_training_equals_transformers(family: str, saved: A
     trainable = build_model(section(source=saved(family, 6), lora={"rank": 3, "dropout": 0.2}), 1)
     plain = generate_ids(trainable.model)
     train_some_steps(trainable)
-    trainable.model.train()  # as the loop leaves it
+    trainable.model.train()  # like the training loop
     drafter = wrap_model(trainable.model, check=False)
     wanted = generate_ids(trainable.model)
     assert wanted != plain, "the adapter had no effect"
@@ -267,7 +267,7 @@ def test_decoding_during_lora_training_equals_transformers(family: str, saved: A
 
 def test_a_changed_output_projection_is_trained_and_merged(saved: Any, tmp_path: Path) -> None:
     trainable = build_model(section(source=saved("llama"), lora={"targets": ["lm_head"]}), 0)
-    assert make_forward(trainable.model).weight_VD() is None, "the projection's weight is not all there is"
+    assert make_forward(trainable.model).weight_VD() is None, "the output layer has an adapter besides its weight"
     losses = train_some_steps(trainable)
     assert losses[-1] < losses[0]
     trained = logits(trainable.model)
@@ -341,7 +341,7 @@ def test_refusals(case: str, saved: Any) -> None:
 
 
 def test_refusals_of_artifacts(saved: Any) -> None:
-    # which of its layers have experts is said by their numbers, which cutting changes
+    # the config lists layers with experts by number, and pruning changes the numbers
     numbered = random_model("qwen2_moe", mlp_only_layers=[1])
     with pytest.raises(ValueError, match=r"qwen2_moe.*\[1, 2\]"):
         cut_layers(numbered, [1, 2], "it")

@@ -1,4 +1,4 @@
-"""Parallel drafters (PARD): trained by a recipe, decoded with, exported."""
+"""Parallel drafters (PARD) in training, decoding and export."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Targets with a revision, `user/name@revision`, behave as a folder with the same files."""
+"""Targets with a revision, `user/name@revision`, behave like a folder with the same files."""
 
 import json
 import shutil
@@ -30,7 +30,7 @@ def draftsmith(*arguments: str | Path) -> Result:
 
 @pytest.fixture
 def target(tmp_path: Path, tiny_pair: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Put the tiny target into the hub's cache as `me/target@v2`, without network."""
+    """Copy the tiny target into the hub cache as `me/target@v2`, and disable network access."""
     repo = tmp_path / "cache" / "models--me--target"
     (repo / "refs").mkdir(parents=True)
     for revision, commit, source in (("main", "a" * 40, "drafter"), ("v2", COMMIT, "target")):
@@ -48,7 +48,7 @@ def test_names_with_a_revision(target: Path, tmp_path: Path) -> None:
     assert split_revision(TARGET) == ("me/target", "v2")
     for plain in ("me/target", "me/a/b@c", "/me/target@v2", "./target@v2", "target@v2", "me\\target@v2"):
         assert split_revision(plain) == (plain, None)
-        if is_path(plain):  # at which nothing stands
+        if is_path(plain):  # no such folder exists
             with pytest.raises(ValueError, match="does not exist"):
                 model_source(plain)
     assert load_tokenizer(TARGET).get_vocab() == load_tokenizer(str(target)).get_vocab()
@@ -58,7 +58,7 @@ def test_names_with_a_revision(target: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="me/target@v2: me/target is a local folder"):
         load_tokenizer(TARGET)
     (tmp_path / "me" / "target@v2").mkdir(parents=True)
-    assert split_revision(TARGET) == (TARGET, None), "a folder that is here comes first"
+    assert split_revision(TARGET) == (TARGET, None), "an existing folder takes precedence"
     with pytest.raises(ValueError, match="v 3' is not a valid branch"):
         split_revision("me/target@v 3")
 
@@ -84,7 +84,7 @@ def test_doctor_and_exports_accept_a_revision(target: Path, tiny_pair: Path) -> 
     assert done.exit_code == 0, (done.output, done.exception)
     serving = Path("exported/SERVING.md").read_text()
     assert "hf download me/target --revision v2 --local-dir target" in serving
-    assert TARGET not in serving, "engines and transformers know no such names"
+    assert TARGET not in serving, "engines and transformers do not support such names"
     assert json.loads(Path("exported/config.json").read_text())["base_model_name_or_path"] == "me/target"
     assert load_tokenizer("exported").get_vocab() == load_tokenizer(str(target)).get_vocab()
 
@@ -115,4 +115,4 @@ def test_an_adapter_is_for_the_commit_that_it_was_trained_from(
     assert (named["base_model_name_or_path"], named["revision"]) == ("me/target", COMMIT)
     ids = torch.tensor([[1, 5, 9, 200]])
     base, mine = (load_model(str(place))(ids).logits for place in (target, tmp_path / "drafter"))
-    assert not torch.allclose(mine, base, atol=1e-3), "or the adapter does nothing"
+    assert not torch.allclose(mine, base, atol=1e-3), "the adapter has no effect"

@@ -1,4 +1,4 @@
-"""The teacher cache, from the command line to training batches."""
+"""The teacher cache: written by the command line, and read by training."""
 
 import json
 import os
@@ -29,7 +29,7 @@ from draftsmith.train.teachers.cache import CacheWriter, RowCache, lock_cache
 from draftsmith.train.teachers.teacher import CachedTeacher, CacheSource, ModelTeacher, load_teacher, mean_mass
 from typer.testing import CliRunner
 
-# the command line with files of a few blocks, as a large corpus has them
+# the command line with small cache files, so that a small corpus needs several
 SMALL_FILES = """
 import draftsmith.train.teachers.cache as rows
 from draftsmith.recipes.commands.cli import main
@@ -90,7 +90,7 @@ def test_the_command_writes_the_cache_that_training_reads(recipe_file: Path):
     rows = prepared.train.manifest["trainable_tokens"]
     heldout_rows = prepared.heldout.manifest["trainable_tokens"]
     assert cache.rows == rows
-    size = (rows + heldout_rows) * (6 * 4 + 2) / 1000  # known to the byte before it starts
+    size = (rows + heldout_rows) * (6 * 4 + 2) / 1000  # the exact size is known in advance
     assert f"{rows + heldout_rows:,} positions: {size:.2f} kB in " in done.stderr
     mass = float(CachedTeacher(cache)._read(cache, np.arange(rows))[1].double().exp().sum(1).mean())
     assert mean_mass(cache) == pytest.approx(mass, abs=1e-3)
@@ -127,7 +127,7 @@ def test_a_cache_of_another_target_is_not_used(recipe_file: Path, make_llama: Ca
     config.write_text(json.dumps(json.loads(config.read_text()) | {"rms_norm_eps": 1e-3}))
     with pytest.raises(ValueError, match="moved"):
         open_cache(moved, prepared)
-    make_llama(320, seed=2).save_pretrained(tmp_path / "target")  # trained again, say
+    make_llama(320, seed=2).save_pretrained(tmp_path / "target")  # for example, trained again
     with pytest.raises(ValueError, match="target"):
         open_cache(recipe, prepared)
 
@@ -206,20 +206,20 @@ def test_an_interrupted_cache_is_resumed(recipe_file: Path, monkeypatch: pytest.
     folder = prepare_teacher(recipe)
     before = contents(folder)
     shutil.rmtree(folder)
-    assert contents(prepare_teacher(recipe)) == before, "as without an interruption"
+    assert contents(prepare_teacher(recipe)) == before, "an uninterrupted run writes the same files"
     assert sum(name.endswith(".safetensors") for name in before) > 4
 
     (folder / "rows-00003.safetensors").unlink()
     with pytest.raises(ValueError, match=r"rows-00003\.safetensors .*--teacher"):
         open_cache(recipe, prepared_of(recipe))
-    (folder / "teacher.json").unlink()  # an unfinished one, whose whole files stay
+    (folder / "teacher.json").unlink()  # an unfinished cache keeps its complete files
     untouched = (folder / "rows-00000.safetensors").stat().st_ino
     assert prepare_teacher(recipe) == folder
     assert contents(folder) == before
     assert (folder / "rows-00000.safetensors").stat().st_ino == untouched
     (folder / "teacher.json").unlink()
     with lock_cache(folder), pytest.raises(ValueError, match=folder.name):
-        prepare_teacher(recipe)  # while another process writes or checks it
+        prepare_teacher(recipe)  # another process writes or checks the cache
 
 
 @pytest.mark.slow
@@ -232,7 +232,7 @@ def test_two_processes_write_the_same_bytes(recipe_file: Path, tmp_path: Path, m
     environment = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
-    assert len(done.stdout.splitlines()) == 1  # the folder, once
+    assert len(done.stdout.splitlines()) == 1  # only one process prints the folder
     monkeypatch.setattr("draftsmith.train.teachers.cache.SHARD_BYTES", 8000)
     prepare_teacher(loaded(recipe_file, f"teacher.cache={tmp_path / 'one'}"))
     assert contents(tmp_path / "one") == contents(tmp_path / "two")

@@ -1,4 +1,4 @@
-"""Signals during a command, and a program that stands in for vLLM."""
+"""Fixtures that send signals to a running command, and a stand-in for vLLM."""
 
 import os
 import signal
@@ -17,7 +17,7 @@ from draftsmith.train.parallel.processes import Interrupted
 
 @pytest.fixture
 def interrupted_when() -> Callable[..., Any]:
-    """Return a context that sends SIGINT once a condition holds."""
+    """Return a context manager that sends SIGINT to this process when a condition holds."""
 
     @contextmanager
     def interrupted(ready: Callable[[], bool]) -> Iterator[None]:
@@ -44,7 +44,10 @@ def interrupted_when() -> Callable[..., Any]:
 
 @pytest.fixture
 def stop(launcher: Any) -> Callable[..., tuple[int, str]]:
-    """Run a command until its journal has more than `lines` lines, then send a signal. Return exit code and errors."""
+    """Return a function that runs a command and sends a signal when its journal has more than `lines` lines.
+
+    The function returns the exit code and standard error.
+    """
 
     def run(journal: Path, lines: int, number: int, *arguments: str) -> tuple[int, str]:
         child = launcher.start(*arguments)
@@ -93,12 +96,12 @@ engine.name, engine.says, engine.metrics = given["serve"], "", "--speculative-co
 engine.faults, engine.asked, engine.counted, engine.guard = {{}}, [], Counter(), threading.Lock()
 engine.serve_forever()
 """
-"""Stand-in for vLLM that answers as `helpers.server.Engine` does, three tokens per step if it drafts."""
+"""Stand-in for vLLM that answers like `helpers.server.Engine`, with three tokens per step if it has a drafter."""
 
 
 @pytest.fixture
 def vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Put a stand-in program of this name on the PATH."""
+    """Put the stand-in for vLLM on the PATH."""
     program = tmp_path / "bin" / "vllm"
     program.parent.mkdir()
     program.write_text(VLLM)

@@ -1,4 +1,4 @@
-"""The public functions of the package, on a tiny pair."""
+"""Public functions of the package, called for a tiny pair."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Benchmarks of servers: a stand-in streams as vLLM and llama.cpp do, with the failures of servers."""
+"""Benchmarks of servers, with a stand-in that streams like vLLM and llama.cpp and simulates failures."""
 
 import json
 import re
@@ -58,7 +58,7 @@ def measured(tmp_path: Path, questions: list[str]) -> Callable[..., dict[str, An
 
 @pytest.fixture
 def own_results(tmp_path: Path, questions: list[str], tiny_pair: Path) -> dict[str, Any]:
-    """Return the results of this engine on the same questions."""
+    """Evaluate the tiny pair with this engine on the same questions."""
     values = {"kind": "evaluate", "out": str(tmp_path / "here.json"), "prompts": str(tmp_path / "questions.json")}
     values |= {"target": str(tiny_pair / "target"), "drafter": str(tiny_pair / "drafter"), "limit": 2}
     rows = [{"method": "autoregressive"}, {"method": "speculative", "options": {"gamma": 3}}]
@@ -68,7 +68,7 @@ def own_results(tmp_path: Path, questions: list[str], tiny_pair: Path) -> dict[s
 
 @pytest.mark.parametrize("prefix", ["vllm", "llamacpp"])
 def test_drafts_are_counted_and_texts_compared(measured: Callable[..., Any], tmp_path: Path, prefix: str) -> None:
-    """The 13 tokens are the first one and six steps of two, each with one of three draft tokens accepted."""
+    """The 13 tokens are a first token and six steps of two tokens, with one of three draft tokens accepted."""
     drafting, plain = Engine(2), Engine(1)
     drafting.prefix = prefix
     with running(drafting, plain):
@@ -93,14 +93,14 @@ def test_drafts_are_counted_and_texts_compared(measured: Callable[..., Any], tmp
     assert f"{rows[0]['speedup']:.2f}" in page
     assert all(each in page for each in ("By load", "Acceptance by depth", "concurrency 4"))
     warm = len(drafting.asked) - 2 * 9
-    assert warm == 1 + 4, "and that many requests to warm up"
+    assert warm == 1 + 4, "one warm-up request per concurrent stream"
     assert {asked["temperature"] for asked in drafting.asked} == {0.0}
 
 
 def test_failed_requests_are_counted_but_not_averaged(
     measured: Callable[..., Any], questions: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A key that the server repeats in its message is redacted."""
+    """An API key in the error message of the server is redacted."""
     monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
     drafting = Engine(2)
     drafting.faults = {questions[6]: ["half"], questions[7]: ["400"]}
@@ -135,7 +135,7 @@ def test_the_doctor_compares_a_server_with_this_engine(
     measured: Callable[..., Any], own_results: dict[str, Any], questions: list[str], tmp_path: Path, tiny_pair: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    """Six steps that accept one of three draft tokens have two tokens per step."""
+    """The server accepts one of three draft tokens in each step, like the results of this engine."""
     for row in own_results["methods"]:
         drafter = row["method"] == "speculative"
         row |= {"acceptance_by_depth": [1.0, 0.0] if drafter else [], "options": {"gamma": 3} if drafter else {}}
@@ -167,8 +167,8 @@ def test_the_doctor_compares_a_server_with_this_engine(
 @pytest.mark.parametrize(
     ("counters", "steps"),
     [
-        ({"drafts": 7.0, "drafted": 21.0, "accepted": 5.0}, 7),  # one was accepted behind an end
-        ({"drafts": 4.0, "drafted": 12.0, "accepted": 5.0}, 6),  # some steps had no draft
+        ({"drafts": 7.0, "drafted": 21.0, "accepted": 5.0}, 7),  # one token was accepted after the end of a text
+        ({"drafts": 4.0, "drafted": 12.0, "accepted": 5.0}, 6),  # some steps had no draft tokens
         ({"drafted": 21.0, "accepted": 5.0}, 6),
     ],
 )
@@ -202,13 +202,13 @@ def test_the_command(tmp_path: Path, questions: list[str], cli: Any) -> None:
         out.unlink()
         again = cli("bench", str(out.with_suffix(".recipe.yaml")), "--concurrency", "1")
         assert again.returncode == 0, again.stderr
-    assert [row["concurrency"] for row in load_results(out)["methods"]] == [1], "its recipe repeats it"
+    assert [row["concurrency"] for row in load_results(out)["methods"]] == [1], "the written recipe differs"
     other = out.with_name("other.json")
     shutil.copyfile(out, other)
     page = run_report([out, other], tmp_path / "both.html").read_text()
     assert "bench.json" in page
     assert "other.json" in page
-    assert "Tokens per step" in page, "rows of the two are compared"
+    assert "Tokens per step" in page, "the report must compare the rows of both files"
     assert "pass --baseline" in page
 
 

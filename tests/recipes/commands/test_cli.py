@@ -18,7 +18,10 @@ from typer.testing import CliRunner
 
 @pytest.fixture
 def run(launcher: Any) -> Callable[..., str]:
-    """Run a command and return its standard error. A failure (`code`) must be one line that contains `parts`."""
+    """Return a function that runs a command, checks its exit code, and returns standard error.
+
+    The error of a failed command must be one line that contains all `parts`.
+    """
 
     def run(*arguments: str, code: int = 0, parts: tuple[str, ...] = ()) -> str:
         ended, said = launcher.run(*arguments)
@@ -49,7 +52,7 @@ def test_training_writes_an_artifact_that_is_reused(run: Callable[..., str], dra
     run("train", recipe, "data.source=rows-are-not-here.json", code=2, parts=("rows-are-not-here.json",))
     assert not artifact.exists()
     logged = run("train", recipe)
-    assert "\r" not in logged, "no progress bars outside of a terminal"
+    assert "\r" not in logged, "progress bars are shown on terminals only"
     manifest = verify_artifact(artifact)
     assert manifest.kind == "drafter"
     assert manifest.training["steps"] == 12
@@ -66,7 +69,7 @@ def test_training_writes_an_artifact_that_is_reused(run: Callable[..., str], dra
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
-def test_stopped_run_is_resumed_exactly(
+def test_a_stopped_run_resumes_exactly(
     run: Callable[..., str], launcher: Any, drafter_recipe: Path, tmp_path: Path, logged: Any, how: signal.Signals
 ) -> None:
     longer = ["train.steps=90", "train.save_every=7"]
@@ -105,7 +108,7 @@ def test_ctrl_c_before_the_first_checkpoint_names_the_command(launcher: Any, tmp
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """Mount a file system of two megabytes."""
+    """Mount a file system of two megabytes and return its path."""
     place = tmp_path / "small"
     place.mkdir()
     mounted = subprocess.run(

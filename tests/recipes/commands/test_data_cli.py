@@ -1,4 +1,4 @@
-"""Data commands: preparing, linting, mixtures and prompts by group."""
+"""Data commands: preparation, linting, mixtures, and prompts by group."""
 
 import json
 from collections.abc import Callable
@@ -46,7 +46,7 @@ def test_prepared_data_is_reused_unless_relevant_settings_change(corpus: Path, t
         again = prepare_data(section(corpus, tmp_path, **base, **same), tokenizer)
         assert again.folder == first.folder
         assert (again.folder / "report.json").stat().st_mtime_ns == stamp
-    copy.touch()  # another time, the same content
+    copy.touch()  # a new modification time with the same content
     assert prepare_data(section(corpus, tmp_path, **base), tokenizer).folder == first.folder
     folders = {first.folder}
     changes: list[dict[str, Any]] = [
@@ -82,7 +82,7 @@ def test_the_linter_shows_rows_and_fails_below_a_limit(run: Run, drafter_recipe:
     good = run("prepare", str(drafter_recipe), "--lint")
     assert good.exit_code == 0
     assert "no faults" in good.stdout
-    assert "<|im_end|>" in good.stdout, "rows are shown"
+    assert "<|im_end|>" in good.stdout, "the faulty rows must be printed"
     low = run("prepare", str(drafter_recipe), "--lint", "data.min_trained_share=0.99")
     assert low.exit_code == 1
     assert "at least 99 %" in low.stderr
@@ -183,7 +183,7 @@ def test_rows_with_few_ids_are_held_out_by_content(
         counts.append(made.heldout.manifest["rows"])
     assert counts[0] <= 3 < 10 < counts[1] < 27 < 45 < counts[2] < 60
     half = section(corpus, tmp_path, source=None, mixture=[{"source": source, "weight": 0.5}], heldout_share=0.1)
-    assert 15 < prepare_data(half, tokenizer).train.manifest["rows"] < 40, "a part of each id's rows"
+    assert 15 < prepare_data(half, tokenizer).train.manifest["rows"] < 40, "weight 0.5 must keep about half of the rows"
 
 
 def test_blank_ids_are_ignored(corpus: Path, tokenizer: Any, tmp_path: Path) -> None:
@@ -205,7 +205,7 @@ def share_of(ids: list[str]) -> float:
 
 
 def test_parts_of_a_conversation_are_held_out_jointly() -> None:
-    # 1000 independent rows at 0.2: outside [0.15, 0.25] with a probability under 1e-4.
+    # The share of 1000 independent rows is outside [0.15, 0.25] with a probability below 1e-4.
     assert 0.15 < share_of([f"alpaca_data-{number}" for number in range(1000)]) < 0.25
     assert 0.15 < share_of([f"identity_{number}" for number in range(1000)]) < 0.25
     for whole in ("QWJhYvA", "abcdefg", "0123456"):

@@ -29,7 +29,7 @@ def export(tmp_path: Path) -> Path:
 
 
 def free_ports() -> int:
-    """Return a free port whose successor is free too."""
+    """Return a port that is free, as is the next one."""
     while True:
         with socket.socket() as one, socket.socket() as other:
             one.bind(("127.0.0.1", 0))
@@ -47,7 +47,7 @@ def questions(folder: Path) -> None:
 
 
 def alive(log: Path) -> bool:
-    """Return whether the engine's process runs."""
+    """Return whether the worker process of the engine is running."""
     (worker,) = re.findall(r"^worker (\d+)$", log.read_text(), re.MULTILINE)
     return Path(f"/proc/{worker}").exists() and Path(f"/proc/{worker}/stat").read_text().split()[2] != "Z"
 
@@ -94,7 +94,7 @@ def test_the_error_of_a_failed_engine_is_shown(
 
 @pytest.mark.usefixtures("vllm")
 def test_bench_of_an_export(export: Path, cli: Callable[..., Any], tmp_path: Path) -> None:
-    """The stand-in yields three tokens per step with drafts, and one without."""
+    """The stand-in generates three tokens per step with a drafter, and one without."""
     questions(tmp_path)
     given = ["--port", str(free_ports()), "--prompts", "questions.json", "--out", "bench.json"]
     done = cli("bench", str(export), "--engine", "vllm", *given, cwd=tmp_path)
@@ -148,4 +148,4 @@ def test_bench_tunes_the_draft_length(export: Path, cli: Callable[..., Any], tmp
     (tmp_path / "lengths.2.json").unlink()
     again = cli("tune", "--engine", "vllm", *given, cwd=tmp_path)
     assert again.returncode == 0, again.stderr
-    assert (tmp_path / "lengths.1.json").stat().st_mtime_ns == before, "not measured again"
+    assert (tmp_path / "lengths.1.json").stat().st_mtime_ns == before, "a finished measurement was repeated"

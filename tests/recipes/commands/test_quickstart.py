@@ -77,13 +77,13 @@ def test_realpair_with_a_packaged_gguf(package: Path, tmp_path: Path, capsys: py
     assert proposed is not None
     assert len(proposed) == 200
     states = [json.loads(file.read_text())["source"]["states"] for file in (out / "hidden").glob("*/hidden.json")]
-    assert sorted(states) == ["after-norm"] * 2 + ["layers-0-1"] * 2, "of training and held-out data"
+    assert sorted(states) == ["after-norm"] * 2 + ["layers-0-1"] * 2, "training and held-out data"
     assert load_tokenizer(str(out / "target")).pad_token_id == 2
     (train,) = (out / "prepared").glob("*/train")
     counts = PreparedData.load(train).token_counts(trained=True)
     answers = [json.loads(line)["messages"] for line in (out / "answers.jsonl").read_text().splitlines()]
     ends = sum(turn["role"] == "assistant" for messages in answers for turn in messages)
-    assert 0.8 * ends < counts[2] < ends, "of all answers but those held out the end of turn is learned"
+    assert 0.8 * ends < counts[2] < ends, "the end of turn must be supervised in all training answers"
 
     before = stamps(out)
     capsys.readouterr()
@@ -107,7 +107,7 @@ def test_a_packaged_gguf_can_be_named_as_a_model(
 
 
 def test_a_model_folder_is_linked(package: Path, tmp_path: Path) -> None:
-    """Answers that are too long for the target end the run."""
+    """A local target is linked, and `max_new_tokens` beyond its context length is an error."""
     import_gguf(package / "tiny.gguf", tmp_path / "model")
     out, changes = tmp_path / "pair", [f"target={tmp_path / 'model'}", "answers.max_new_tokens=600"]
     with pytest.raises(ValueError, match=re.escape("nowhere.jsonl")):

@@ -1,4 +1,4 @@
-"""`regenerate` in this process and with servers, killed and resumed."""
+"""`draftsmith regenerate` in this process and with servers, and resumed after a kill."""
 
 import json
 import os
@@ -34,7 +34,7 @@ from typer.testing import CliRunner
 
 @pytest.fixture
 def models(corpus: Path, tmp_path: Path, make_llama: Callable[..., LlamaForCausalLM]) -> Path:
-    """Save random Llamas as target/ and drafter/."""
+    """Save random Llama models to target/ and drafter/."""
     tokenizer = load_tokenizer(str(corpus / "tokenizer"))
     tokenizer.chat_template = CHATML_JINJA
     end = tokenizer.eos_token_id
@@ -69,7 +69,7 @@ def run(values: dict[str, Any], **changes: Any) -> RegenerationReport:
 
 
 def served(values: dict[str, Any], url: str, **server: Any) -> dict[str, Any]:
-    """Return the same recipe with a server as the target."""
+    """Return the recipe with a server instead of the target."""
     section = {"url": url, "model": values["target"]} | server
     return {key: value for key, value in values.items() if key != "target"} | {"server": section}
 
@@ -84,7 +84,7 @@ def errors(values: dict[str, Any]) -> list[dict[str, Any]]:
     return [json.loads(line) for line in Path(values["out"] + ".errors.jsonl").read_text().splitlines()]
 
 
-def test_questions_alone_are_answered(values: dict[str, Any], tmp_path: Path) -> None:
+def test_sources_with_only_questions_are_answered(values: dict[str, Any], tmp_path: Path) -> None:
     source = tmp_path / "questions.jsonl"
     source.write_text('{"turns": ["b c?", "d?"]}\n"e f?"\n')
     assert run(values, source=str(source)).written == 2
@@ -127,7 +127,7 @@ def test_answers_do_not_depend_on_batch_order_or_interruption(values: dict[str, 
     other = values["out"].replace("out.", "other.")
     run(values, out=other, seed=1)
     assert (rows(other) == rows(one)) == (temperature == 0)
-    with pytest.raises(ValueError, match=r"max_new_tokens 24.* 25"):  # answers of other settings are not mixed
+    with pytest.raises(ValueError, match=r"max_new_tokens 24.* 25"):  # answers of different settings must not be mixed
         run(values, out=one, max_new_tokens=25)
     Path(values["target"]).rename(Path(values["target"]).with_name("former"))
     Path(values["target"]).with_name("drafter").rename(values["target"])
@@ -140,7 +140,7 @@ def test_a_random_share_of_the_questions_is_answered(values: dict[str, Any]) -> 
     for name, changes in {"cold": {}, "hot": {"temperature": 1.0}, "mixed": {"sampled": 0.4}}.items():
         run(values, **(changes | {"out": (out := values["out"].replace("out.", f"{name}."))}))
         found[name] = {key: row["messages"][1]["content"] for key, row in rows(out).items()}
-    everywhere = found["cold"].keys() & found["hot"].keys() & found["mixed"].keys()  # an empty answer is none
+    everywhere = found["cold"].keys() & found["hot"].keys() & found["mixed"].keys()  # empty answers are not written
     told = [key for key in everywhere if found["cold"][key] != found["hot"][key]]
     hot = sum(found["mixed"][key] == found["hot"][key] for key in told)
     assert hot + sum(found["mixed"][key] == found["cold"][key] for key in told) == len(told) > 10
@@ -183,8 +183,8 @@ def test_the_same_command_resumes_after_stop_and_kill(
     assert resumed.exit_code == (1 if report.failed else 0)
     found, wanted = rows(out), rows(whole)
     assert found.keys() == wanted.keys()
-    # Which rows share a batch decides how sums are rounded: of 2,400 draws among some hundred tokens one may differ (a
-    # draw moves with a chance of about 1e-5), and with it the rest of its answer; with other random numbers nearly all.
+    # Rounding depends on the batch, so that one of 2,400 sampled tokens may differ (the probability is about 1e-5 per
+    # token), and with it the rest of an answer. With other random numbers, nearly all answers would differ.
     assert sum(found[key] != wanted[key] for key in wanted) <= 2
     before = out.read_bytes()
     repeated = CliRunner().invoke(app, ["regenerate", str(tmp_path / "out.recipe.yaml")])
@@ -193,7 +193,7 @@ def test_the_same_command_resumes_after_stop_and_kill(
 
 
 @pytest.mark.slow
-def test_the_server_equals_the_engine(values: dict[str, Any]) -> None:
+def test_answers_of_a_server_equal_those_of_the_engine(values: dict[str, Any]) -> None:
     for package in ("fastapi", "uvicorn", "openai"):
         pytest.importorskip(package)
     with socket.socket() as free:
@@ -201,7 +201,7 @@ def test_the_server_equals_the_engine(values: dict[str, Any]) -> None:
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
     command = [sys.executable, "-c", "from transformers.cli.transformers import main; main()", "serve"]
     command += [values["target"], "--host", "127.0.0.1", "--port", url.rpartition(":")[2], "--device", "cpu"]
-    run(values)  # a server leaves special tokens out of answers, as with this template
+    run(values)  # the server omits special tokens from answers, as does this template
     with subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}) as process:
         try:
             deadline = time.monotonic() + 90
@@ -216,13 +216,13 @@ def test_the_server_equals_the_engine(values: dict[str, Any]) -> None:
         finally:
             process.kill()
     assert len(rows(from_server)) > 20
-    # `finish` may differ: this server also calls an answer cut if its end of turn is the last token allowed
+    # `finish` may differ: this server also reports "length" if the last allowed token is the end of turn
     messages = [{key: row["messages"] for key, row in rows(out).items()} for out in (from_server, values["out"])]
     assert messages[0] == messages[1]
 
 
 class Server:
-    """HTTP server whose `reply(body)` returns a status (0 hangs up) and bytes or a JSON value."""
+    """HTTP server that answers with `reply(body)`: a status (0 closes the connection), and bytes or a JSON value."""
 
     def __init__(self, reply: Callable[[dict[str, Any]], tuple[int, Any]]) -> None:
         self.bodies: list[dict[str, Any]] = []
@@ -246,7 +246,7 @@ class Server:
                     return
                 content = value if isinstance(value, bytes) else json.dumps(value).encode()
                 if not status:
-                    return  # and close
+                    return  # closes the connection
                 self.send_response(status)
                 self.send_header("content-type", "application/json")
                 self.send_header("content-length", str(len(content)))

@@ -1,6 +1,6 @@
 """Unwritable outputs are reported before any model is loaded.
 
-A file stands where a folder would have to be, which holds for every user, root too.
+The parent of each output is a file, which also prevents the root user from writing.
 """
 
 import os

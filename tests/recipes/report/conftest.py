@@ -1,4 +1,4 @@
-"""Fixtures with an evaluation of two random models."""
+"""Fixture that evaluates two random models."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The report shows the measured values; comparisons equal plain loops."""
+"""The report shows the measured values, and compares several results."""
 
 import copy
 import json
@@ -37,7 +37,7 @@ def results(evaluated: Callable[..., Path]) -> Path:
     path = evaluated("first", methods=METHODS)
     found = load_results(path)
     for row in found["methods"]:
-        row["steady"] = True  # whatever else ran here
+        row["steady"] = True  # do not depend on the load of the machine
     path.write_text(json.dumps(found))
     return path
 
@@ -59,7 +59,7 @@ def rich(results: Path, tmp_path: Path) -> Path:
 
 
 class Page(HTMLParser):
-    """Parser of elements, texts, tables and drawings of a page, which checks that elements are closed."""
+    """HTML parser that collects elements, texts, tables and drawings, and checks that elements are closed."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ def test_the_page_shows_the_measurements(results: Path, tmp_path: Path) -> None:
     assert f"{best['speedup']:.2f}× " in page.text
     assert found["machine"]["versions"]["torch"] in page.text
     assert found["machine"]["name"] in page.text
-    assert len(page.tables) == 5  # of one category there is no table
+    assert len(page.tables) == 5  # there is no table for a single category
     assert len(page.drawings) >= 2
 
 
@@ -200,7 +200,7 @@ def test_a_certificate_next_to_the_results_is_included(rich: Path) -> None:
     assert "drafter elsewhere" in alerts
     assert "is incomplete" in alerts
     path.write_text(json.dumps({"kind": "certificate", "schema": 1, "certificates": [{"label": "a"}]}))
-    assert str(path) in Page(run_report([rich])).alerts  # the results stand
+    assert str(path) in Page(run_report([rich])).alerts  # the page is still written
 
 
 def test_a_certificate_of_artifacts_that_have_changed_is_stale(tmp_path: Path, results: Path, rich: Path) -> None:
@@ -208,20 +208,20 @@ def test_a_certificate_of_artifacts_that_have_changed_is_stale(tmp_path: Path, r
     for name in ("target", "drafter"):
         shutil.copytree(found["recipe"][name], tmp_path / name)
         found["recipe"][name] = str(tmp_path / name)
-    found["recipe"] |= {"out": str(rich), "dtype": "bfloat16"}  # other weights than those in the target's files
+    found["recipe"] |= {"out": str(rich), "dtype": "bfloat16"}  # a different dtype than that of the files
     rich.write_text(json.dumps(found))
     recipe = EvaluateRecipe(**found["recipe"])
     run_certify(recipe.model_copy(update={"limit": 1, "methods": recipe.methods[:2]}), tokens=20)
     assert "stale" not in Page(run_report([rich])).text
     LlamaForCausalLM.from_pretrained(results.parent.parent / "target").save_pretrained(tmp_path / "drafter")
     assert f"drafter {tmp_path / 'drafter'}" in Page(run_report([rich])).alerts
-    shutil.rmtree(tmp_path / "drafter")  # what is not here cannot have changed
+    shutil.rmtree(tmp_path / "drafter")  # a missing drafter cannot be compared
     assert "stale" not in Page(run_report([rich])).text
     rich.write_text(json.dumps(found | {"recipe": found["recipe"] | {"dtype": "float32"}}))
     assert "bfloat16, expected float32" in Page(run_report([rich])).alerts
 
 
-# --- side by side -----------------------------------------------------------------------------------------------------
+# --- comparisons ------------------------------------------------------------------------------------------------------
 
 
 def test_significant_changes_are_bold(results: Path) -> None:
@@ -251,7 +251,7 @@ def test_results_with_other_prompts_and_methods_are_compared(
     assert links == [f"#{mark}" for mark in marks]
     assert [row[0] for row in rows[1:]] == ["autoregressive", "speculative"]
     assert rows[0][2:4] == ["first/results.json", "second/results.json"]
-    assert page.text.count("<h2 ") == 3  # side by side, and each by itself
+    assert page.text.count("<h2 ") == 3  # the comparison and one section per file
 
 
 def test_rows_have_distinct_labels_and_unsteady_ones_are_marked(results: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Loading of recipes: files, shipped ones, extended ones and overrides."""
+"""Loading of recipes from files and from shipped recipes, with `extends` and overrides."""
 
 from collections.abc import Callable
 from functools import partial
@@ -43,13 +43,13 @@ def test_shipped_recipes_load(name: str) -> None:
     assert LOADERS[kind](name).kind == kind
 
 
-def test_a_resolved_recipe_loads_to_itself(recipe: str, tmp_path: Path) -> None:
+def test_a_resolved_recipe_survives_a_round_trip(recipe: str, tmp_path: Path) -> None:
     words = ["train.precision=no", "train.gradient_checkpointing=true"]  # `no` is a word in YAML 1.2, False in 1.1
     first = load_recipe(recipe, ["train.steps=7", "objective={cross-entropy: 0.5}", *words])
     assert isinstance(first, DrafterRecipe)
     assert (first.train.steps, first.train.precision, first.train.gradient_checkpointing) == (7, "no", True)
     assert first.train.learning_rate == 1e-3  # a number in YAML 1.2, a string in 1.1
-    assert first.data.limit == 7  # by YAML's merge key
+    assert first.data.limit == 7  # with the merge key of YAML
     again = tmp_path / "resolved.yaml"
     again.write_text(dump_recipe(first))
     assert load_recipe(str(again)) == first
@@ -68,7 +68,7 @@ def test_quickstart_sets_folder_seed_and_minutes() -> None:
     assert isinstance(plain, QuickstartRecipe)
     changed = load_recipe("quickstart", ["out=else where", "minutes=16", "seed=3", "target.data.limit=10"])
     assert isinstance(changed, QuickstartRecipe)
-    assert changed.heads.data.limit is None  # an override of one part leaves what YAML's aliases share alone
+    assert changed.heads.data.limit is None  # overriding a value must not change other aliases of it
     resolved = resolve(changed)
     assert resolved.drafter.target == "else where/target"
     assert resolved.heads.train.seed == 3

@@ -17,7 +17,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     "regenerate": {"out": "x.jsonl", "source": "s", "target": "t"},
 }
 KINDS = list(RECIPES)
-# kind, overrides with commas between, what the message must hold
+# kind of recipe, overrides, parts of the message
 REFUSED: dict[str, tuple[str, list[str], list[str]]] = {
     "unknown key": ("drafter", ["train.learning_rat=1e-3"], ["'train.learning_rat'", "'train.learning_rate'"]),
     "a key of another place": ("drafter", ["train.top_k=2"], ["'train.top_k'", "'teacher.top_k'"]),
@@ -83,7 +83,7 @@ FILES: dict[str, tuple[bytes, list[str]]] = {
 
 
 def holding(parts: list[str]) -> str:
-    """Return a pattern that matches a message with all these parts."""
+    """Return a pattern that matches messages with all these parts in any order."""
     return "(?s)" + "".join(f"(?=.*{re.escape(part)})" for part in parts)
 
 

@@ -1,4 +1,4 @@
-"""`draftsmith doctor TARGET DRAFTER`: its output, exit code, and sentencepiece tokenizers."""
+"""`draftsmith doctor TARGET DRAFTER`: output, exit code, and SentencePiece tokenizers."""
 
 import json
 import os
@@ -55,7 +55,7 @@ def test_the_legacy_flag_is_reported(
 ) -> None:
     target, drafter = map(str, pair)
     texts = [load_tokenizer(folder)("</s>hello", add_special_tokens=False).input_ids for folder in (target, drafter)]
-    assert texts[0] != texts[1], "or there is no fault to find"
+    assert texts[0] != texts[1], "the test needs tokenizers that differ"
     assert not check_pair(target, drafter, as_json=True)
     shown = json.loads(capsys.readouterr().out)
     (finding,) = shown["findings"]
@@ -103,7 +103,7 @@ def test_a_changed_artifact_is_reported(tiny_pair: Path, tmp_path: Path, capsys:
     (finding,) = [one for one in shown["findings"] if one["check"] == "changed files"]
     assert "contains tokenizer.json, tokenizer_config.json, which its artifact.json does not list" in finding["drafter"]
     assert {name for name, one in shown["verdicts"].items() if one["outcome"] == "refused"} == {"draftsmith"}
-    assert check_pair(str(drafter), str(tiny_pair / "drafter"), as_json=True), "a target is taken as it is"
+    assert check_pair(str(drafter), str(tiny_pair / "drafter"), as_json=True), "a changed target must be accepted"
     assert "files of the target differ from its artifact.json" in capsys.readouterr().out
     with (drafter / "model.safetensors").open("r+b") as weights:
         weights.seek(-1, 2)
@@ -113,14 +113,14 @@ def test_a_changed_artifact_is_reported(tiny_pair: Path, tmp_path: Path, capsys:
     with pytest.raises(ValueError, match=r"model\.safetensors"):
         check_pair(target, str(drafter), fix=fixed)
     (drafter / "artifact.json").unlink()
-    assert check_pair(target, str(drafter), fix=fixed, as_json=True), "and repaired"
+    assert check_pair(target, str(drafter), fix=fixed, as_json=True), "the drafter must be repaired"
     assert "tokenizer.json" in verify_artifact(fixed, "drafter").files
 
 
-def test_weights_that_loading_refuses_are_refused(
+def test_weights_that_cannot_be_loaded_are_refused(
     pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Pickled weights are accepted if the user allows them."""
+    """Pickled weights are accepted if DRAFTSMITH_UNPICKLE is set."""
     target, drafter = pair
     torch.save(LlamaForCausalLM.from_pretrained(drafter).state_dict(), drafter / "pytorch_model.bin")
     (drafter / "model.safetensors").unlink()
@@ -182,7 +182,7 @@ def test_packages_are_listed_once_with_their_extras(monkeypatch: pytest.MonkeyPa
     def missing(_: str) -> Any:
         raise PackageNotFoundError
 
-    monkeypatch.setattr(machine, "metadata", missing)  # a tree that is not installed
+    monkeypatch.setattr(machine, "metadata", missing)  # draftsmith is not installed
     assert "numpy" not in {finding.name for finding in machine.findings()}
 
 

@@ -1,4 +1,4 @@
-"""Recipes and commands in several launched processes: equal results and a common end."""
+"""Recipes and commands in several processes: results equal those of one, and all processes end together."""
 
 import os
 import signal
@@ -33,7 +33,7 @@ class Ranks:
         self._processes = [launcher.start(*arguments, **world, **rank) for rank in ranks]
 
     def signal(self, number: signal.Signals, rank: int, when: Callable[[], bool]) -> None:
-        """Send a signal to one process once a condition holds."""
+        """Send a signal to a process when a condition holds."""
         deadline = time.monotonic() + 120
         while not when():
             assert all(process.poll() is None for process in self._processes), self.ended()
@@ -42,14 +42,14 @@ class Ranks:
         self._processes[rank].send_signal(number)
 
     def ended(self) -> tuple[list[int], list[str]]:
-        """Return the exit codes and standard errors."""
+        """Wait for the processes; return exit codes and standard errors."""
         codes, said = zip(*(process.ended() for process in self._processes), strict=True)
         return list(codes), list(said)
 
 
 @pytest.fixture
 def heads_recipe(drafter_recipe: Path, tiny_pair: Path, tmp_path: Path) -> Path:
-    """Return a recipe of three heads on the pair's target."""
+    """Write a recipe of three heads for the target of the tiny pair."""
     values = yaml.safe_load(drafter_recipe.read_text())
     measure = {"prompts": 2, "new_tokens": 8, "blocks": 4, "table": str(tiny_pair / "table")}
     values = {name: values[name] for name in ("data", "train")} | {"kind": "heads", "num_heads": 3, "measure": measure}
@@ -88,7 +88,7 @@ def test_two_processes_give_the_result_of_one(
         assert "wrote" not in "".join(said[1:])
     one, two = outs
     assert len(logged(two, "loss")) == 4
-    assert logged(two, "loss") == pytest.approx(logged(one, "loss"), abs=1e-4)  # float32 sums in another order
+    assert logged(two, "loss") == pytest.approx(logged(one, "loss"), abs=1e-4)  # float32 sums in a different order
     measured = list(zip(logged(one, "evaluation"), logged(two, "evaluation"), strict=True))
     assert measured
     for expected, found in measured:
@@ -171,7 +171,7 @@ def test_workers_of_a_killed_launcher_save_before_another_run_starts(drafter_rec
 
 
 def commands() -> list[list[str]]:
-    """Return all commands for one process."""
+    """Return the arguments of all commands that must run in a single process."""
     groups = typer.main.get_command(app).commands  # type: ignore[attr-defined]
     names = [[name] for name in groups if name not in ("train", "prepare")]
     return [*names, ["prepare", "x"], ["prepare", "x", "--lint"]]
@@ -184,7 +184,7 @@ def test_commands_for_one_process_refuse_several(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WORLD_SIZE", "3")
     name = " ".join(word for word in words if word != "x")
-    for rank in ("0", "2"):  # whichever ends first, upon which the launcher kills the other
+    for rank in ("0", "2"):  # every process must report it, since the launcher kills the others
         monkeypatch.setenv("RANK", rank)
         with pytest.raises(ValueError, match=f"`draftsmith {name}` .* 3 "):
             app(words, standalone_mode=False)

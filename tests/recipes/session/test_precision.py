@@ -25,7 +25,7 @@ def test_auto_is_float32_where_bfloat16_is_emulated(name: str, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_emulated_bfloat16_is_warned_of(name: str, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+def test_emulated_bfloat16_gives_a_warning(name: str, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
     recipe: Any = load_training(name, ["train.precision=bf16"])
     for native in (False, True):
         monkeypatch.setattr(precision, "has_bfloat16", lambda native=native: native)

@@ -1,4 +1,4 @@
-"""Untrusted text on a terminal is printed as it is, without control sequences."""
+"""Untrusted text is printed to a terminal unchanged, but without control sequences."""
 
 import ast
 import json
@@ -52,7 +52,7 @@ def test_ordinary_text_is_not_changed(capsys: pytest.CaptureFixture[str]) -> Non
     assert capsys.readouterr().out == text.expandtabs() + "\n"
 
 
-def test_errors_are_shown_as_they_are(launcher: Any) -> None:
+def test_error_messages_are_shown_literally(launcher: Any) -> None:
     code, said = launcher.run("train", f"{MARKED}\x1b]0;t\x07\x9b\u202e.yaml")
     assert code == 2
     assert not steering(said)

@@ -22,7 +22,7 @@ MODULE = str(Path(__file__).resolve().parents[3] / "__main__.py")
         ),
     ],
 )  # fmt: skip
-def test_the_recorded_command_can_be_typed(
+def test_the_recorded_command_is_quoted_for_a_shell(
     arguments: list[str], environment: dict[str, str], wanted: str | None
 ) -> None:
     assert typed_command(arguments, environment) == wanted

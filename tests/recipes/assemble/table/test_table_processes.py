@@ -1,4 +1,4 @@
-"""Table recipes in one or several processes, killed, stopped and resumed, always give the identical file."""
+"""Table recipes write the same file from any number of processes, even if they are killed and resumed."""
 
 import json
 import random
@@ -20,7 +20,7 @@ ROWS = 3000
 
 
 def large(folder: Path) -> Path:
-    """Return a corpus that is large enough to stop counting in the middle."""
+    """Write a corpus that is large enough to be interrupted while it is counted."""
     path = folder / "large.jsonl"
     rng = random.Random(1)
     words = ["".join(rng.choices("abcdefghij", k=rng.randint(2, 7))) for _ in range(400)]
@@ -34,11 +34,11 @@ def large(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def counted_once(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Count a large corpus in one undisturbed process."""
+    """Count a large corpus in one process without interruption; return the recipe."""
     folder = tmp_path_factory.mktemp("large")
     data = {"source": str(large(folder)), "template": "chatml", "cache": str(folder / "prepared")}
     values = {"kind": "table", "out": str(folder / "once"), "tokenizer": str(corpus / "tokenizer"), "data": data}
-    # little memory, and the least time between spills: many runs on disk
+    # little memory and frequent writes give many runs on disk
     values["count"] = {"memory_mb": 2, "save_minutes": 1e-6}
     run_train(TableRecipe.model_validate(values))
     path = folder / "recipe.yaml"
@@ -51,7 +51,7 @@ class Launches:
         self._launcher, self.recipe, self.out = launcher, recipe, Path(out)
 
     def start(self, places: list[Path | None], *changes: str) -> list[Any]:
-        """Start the processes of one launch, each in its folder (None: this one)."""
+        """Start the processes of one launch, each in its working directory (None: the current one)."""
         arguments = ["train", str(self.recipe), f"out={self.out}", *changes]
         world: dict[str, str] = {}
         if len(places) > 1:
@@ -67,18 +67,18 @@ class Launches:
         ]
 
     def run(self, processes: int, *changes: str) -> str:
-        """Count to the end and return the output."""
+        """Run the recipe to completion and return the output."""
         codes, said = ended(self.start([None] * processes, *changes))
         assert codes == [0] * processes, said
         return "".join(said)
 
     def counted(self) -> int:
-        """Return the number of tokens on disk."""
+        """Return the number of counted tokens on disk."""
         folder = Path(f"{self.out}.state/count")
         return count_tokens(folder) if folder.exists() else 0
 
     def stop(self, processes: int, how: signal.Signals, who: slice = slice(None)) -> tuple[list[int], str]:
-        """Start counting, and send a signal to processes (default: all) once more tokens are on disk."""
+        """Start counting, and send a signal to the processes once more counts are on disk."""
         before = self.counted()
         started = self.start([None] * processes)
         deadline = time.monotonic() + 120
@@ -97,7 +97,7 @@ class Launches:
 
 
 def ended(processes: list[Any]) -> tuple[list[int], list[str]]:
-    """Return the exit codes and outputs."""
+    """Wait for the processes; return their exit codes and outputs."""
     codes, said = zip(*(process.ended() for process in processes), strict=True)
     return list(codes), list(said)
 
@@ -108,7 +108,7 @@ def launches(launcher: Any, counted_once: Path, tmp_path: Path) -> Launches:
 
 
 def assert_same(out: Path, recipe: Path) -> None:
-    """Assert that the file and its manifest equal those of the undisturbed count."""
+    """Assert that the table and its manifest equal those of the uninterrupted count."""
     once = recipe.with_name("once")
     assert (out / TABLE_FILE).read_bytes() == (once / TABLE_FILE).read_bytes()
     mine, alone = load_manifest(out), load_manifest(once)
@@ -117,10 +117,10 @@ def assert_same(out: Path, recipe: Path) -> None:
 
 
 @pytest.mark.slow
-def test_four_processes_leave_the_identical_file(launches: Launches, counted_once: Path) -> None:
+def test_four_processes_write_the_same_file(launches: Launches, counted_once: Path) -> None:
     said = launches.run(4)
     assert_same(launches.out, counted_once)
-    assert said.count("wrote") == said.count("are held out") == 1, "the main process alone speaks"
+    assert said.count("wrote") == said.count("are held out") == 1, "only the main process may print"
 
 
 @pytest.mark.parametrize("processes", [2, pytest.param(1, marks=pytest.mark.slow)])
@@ -159,7 +159,7 @@ def test_an_error_ends_all_processes(launches: Launches, counted_once: Path, tmp
 
 @pytest.mark.slow
 def test_processes_without_a_shared_file_system_are_refused(launcher: Any, counted_once: Path, tmp_path: Path) -> None:
-    """Two processes in different folders stand for two machines."""
+    """Two processes in different folders simulate two machines."""
     machines: list[Path | None] = [tmp_path / "first", tmp_path / "second"]
     for machine in machines:
         assert machine is not None

@@ -1,4 +1,4 @@
-"""Table recipes: counts of each process and refusals, compared with counts by hand."""
+"""Table recipes: counts of each process equal counts by hand, and invalid recipes are refused."""
 
 import json
 import os
@@ -35,7 +35,7 @@ V = 320
 
 
 def pairs_of(documents: Iterable[Iterable[int]]) -> Pairs:
-    """Return adjacent tokens within documents."""
+    """Count the pairs of adjacent tokens within documents."""
     return Counter(pair for document in documents for pair in pairwise(list(document)))
 
 
@@ -64,14 +64,14 @@ def conversations(recipe: TableRecipe) -> list[Conversation]:
     return list(training_conversations(recipe.data, reports))
 
 
-def test_whole_conversations_are_counted_as_they_are_rendered(recipe: dict[str, Any]) -> None:
+def test_rendered_conversations_are_counted(recipe: dict[str, Any]) -> None:
     mine = loaded(recipe)
     out = run_train(mine)
     tokenizer, template = load_tokenizer(mine.tokenizer), get_template("chatml")
     chats = conversations(mine)
-    assert 0 < len(chats) < 80, "some are held out"
+    assert 0 < len(chats) < 80, "the test needs held-out conversations"
     rendered = [render(chat, template, tokenizer).ids.tolist() for chat in chats]
-    assert max(map(len, rendered)) > 64, "longer than a block, and never split"
+    assert max(map(len, rendered)) > 64, "the test needs a conversation longer than a block"
     table = BigramTable.load(out)
     assert pairs_in(table) == pairs_of(rendered)
     assert table.unigram.tolist() == np.bincount(np.concatenate(rendered), minlength=320).tolist()
@@ -81,7 +81,7 @@ def test_whole_conversations_are_counted_as_they_are_rendered(recipe: dict[str, 
     assert manifest.data["corpus"]["kept"] == 80
     assert manifest.shapes["entries"] == len(table.col)
     assert not Path(mine.data.cache, "train").exists()
-    assert not Path(f"{out}.state").exists(), "what was counted is in the artifact"
+    assert not Path(f"{out}.state").exists(), "the artifact records the numbers of pairs"
     heldout = prepare_data(mine.data, tokenizer, quiet=True).folder / "heldout.jsonl"
     kept = {json.loads(line)["id"] for line in heldout.read_text().splitlines()}
     assert kept.isdisjoint(chat.id for chat in chats)
@@ -127,7 +127,7 @@ def test_a_table_has_a_row_for_each_embedding_of_the_model(
     nested: bool, recipe: dict[str, Any], tmp_path: Path
 ) -> None:
     model = shutil.copytree(recipe["tokenizer"], tmp_path / "model")
-    sizes = {"vocab_size": V + 64}  # padded
+    sizes = {"vocab_size": V + 64}  # padded embeddings
     (model / "config.json").write_text(json.dumps({"text_config": sizes} if nested else sizes))
     assert BigramTable.load(run_train(loaded(recipe | {"tokenizer": str(model)}))).vocab_size == V + 64
     assert BigramTable.load(run_train(loaded(recipe | {"out": str(tmp_path / "plain")}))).vocab_size == V
@@ -150,24 +150,24 @@ def test_counts_of_other_settings_are_refused(recipe: dict[str, Any], tmp_path: 
         claim(folder, {"pairs": "documents", "options": {"limit": None}}, stack)
         hold(folder / "rank-0-of-2", 7)
         with pytest.raises(ValueError, match=f"process {os.getpid()} on .*{folder.parent}"):
-            claim(folder, {}, stack)  # another run counts here
+            claim(folder, {}, stack)  # another run uses this folder
     words = (f"{folder} contains counts of 7 tokens", "options.limit: None, expected 3")
     with ExitStack() as stack, pytest.raises(ValueError, match=r"\S") as caught:
         claim(folder, {"pairs": "documents", "options": {"limit": 3}}, stack)
     assert all(part in str(caught.value) for part in words)
-    assert count_tokens(folder) == 7, "the settings are set back: nothing was lost"
+    assert count_tokens(folder) == 7, "a refused claim must not delete counts"
     with PairCounter(V, folder / "rank-0-of-2"), ExitStack() as stack, pytest.raises(ValueError, match="rank-0-of-2"):
-        claim(folder, {}, stack)  # a process that has outlived its run
+        claim(folder, {}, stack)  # a process of an earlier run is active
     for theirs, mine, named in (("{", {}, folder / "identity.json"), ('{"limit": null}', {"other": 1}, folder)):
         (folder / "identity.json").write_text(theirs)
         with ExitStack() as stack, pytest.raises(ValueError, match=f"{named}.*delete"):
             claim(folder, mine, stack)
     with ExitStack() as stack, pytest.raises(ValueError, match=f"{folder} contains counts"):
-        claim(folder, {}, stack)  # None there, and nothing here
+        claim(folder, {}, stack)  # `limit` is null in the file and missing from the settings
 
 
 def hold(folder: Path, tokens: int) -> None:
-    """Write counts as an earlier process would leave them."""
+    """Write counts like those of an earlier process."""
     with PairCounter(V, folder) as counter:
         counter.add(np.arange(tokens, dtype=np.int32) % V, np.zeros(1, dtype=np.int64), 1)
         counter.spill()
@@ -178,7 +178,7 @@ KINDS = ["good", "good", "good", "other form", "alone", "unknown role"]
 
 
 def line(kind: str, name: str) -> str:
-    """Return a row of a JSON-lines file, valid or not."""
+    """Return a valid or invalid row of a JSON-lines file."""
     turns = [{"role": "user", "content": f"question {name}"}, {"role": "assistant", "content": f"answer {name}"}]
     rows: dict[str, Any] = {
         "good": {"id": name, "messages": turns},
@@ -210,7 +210,7 @@ def test_the_processes_partition_the_corpus(data: st.DataObject, tmp_path_factor
     whole = list(training_conversations(section, reports, hold=held.append))
     shares = [Share(section, rank, world) for world in [data.draw(st.integers(1, 5))] for rank in range(world)]
     own = [list(share) for share in shares]
-    assert own == [list(Share(section, rank, len(shares))) for rank in range(len(shares))], "always the same"
+    assert own == [list(Share(section, rank, len(shares))) for rank in range(len(shares))], "not deterministic"
     assert Counter(chain(*own)) == Counter(whole)
     seen = shares[0]
     for share in shares[1:] if by_row else ():
@@ -220,7 +220,7 @@ def test_the_processes_partition_the_corpus(data: st.DataObject, tmp_path_factor
 
 
 @pytest.mark.parametrize("kind", ["torn", "no form"])
-def test_an_invalid_row_is_found_by_its_process_only(kind: str, tmp_path: Path) -> None:
+def test_an_invalid_row_is_reported_by_its_process_only(kind: str, tmp_path: Path) -> None:
     source = write_rows(tmp_path / "a.jsonl", ["good"] * 7 + [kind] + ["good"] * 4)
     section = DataSection(source=source, heldout_share=0)
     for rank in range(3):

@@ -1,4 +1,4 @@
-"""`draftsmith export`: its output, and its errors."""
+"""Output and error messages of `draftsmith export`."""
 
 import json
 import shutil
@@ -15,7 +15,7 @@ Run = Callable[..., tuple[int, str]]
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Run the command line in this process, and return its exit code and output."""
+    """Return a function that runs a command in this process and returns its exit code and output."""
 
     def call(*arguments: str) -> tuple[int, str]:
         monkeypatch.setattr("sys.argv", ["draftsmith", *arguments])

@@ -1,4 +1,4 @@
-"""SERVING.md of every format, with targets and folders whose names must be quoted."""
+"""SERVING.md of every export format, with target and folder names that must be quoted."""
 
 import ast
 import json
@@ -30,13 +30,13 @@ ODD = """my model's "x" $c `d` <b>"""
 CONVERTER = Path(__file__).parents[3] / "checkpoints" / "gguf_converter.py"
 PRINT = """command_not_found_handle() { printf "%s\\0" "$@" "${PYTHONPATH#"$PWD"/}"; }; cp() { :; }; PATH=/nowhere
 """
-"""Whatever would be run prints its arguments instead."""
+"""Shell code after which commands print their arguments instead of running."""
 
 
 def serving(
     form: str, place: Path, name: str, make_llama: Callable[..., LlamaForCausalLM], out: str = "out"
 ) -> tuple[str, str]:
-    """Export to a folder `out` and return the text of SERVING.md and that folder."""
+    """Export to the folder `out`; return the text of SERVING.md and the path of the target."""
     tokenizer = train_bpe(["some words of a text, other words"], VOCAB, ("<pad>", "</s>"))
     target = place / name
     model = make_llama(VOCAB, 1, **SIZES, num_hidden_layers=4)
@@ -106,16 +106,12 @@ def test_names_are_quoted(form: str, make_llama: Callable[..., LlamaForCausalLM]
         folders += sum(odd in str(word) for word in second)
     assert folders > 0
     options = FORMATS[form].options
-    assert (names > 0) == ("target" in options), "who is told the target names it"
+    assert (names > 0) == ("target" in options), "SERVING.md names the target if the format has this option"
 
 
 @pytest.mark.parametrize(("engine", "form"), [(name, form) for name, each in ENGINES.items() for form in each.forms])
 def test_serve_starts_the_command_of_serving_md(
-    engine: str,
-    form: str,
-    make_llama: Callable[..., LlamaForCausalLM],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    engine: str, form: str, make_llama: Callable[..., LlamaForCausalLM], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text, _ = serving(form, tmp_path, "a 'target'", make_llama)
     monkeypatch.chdir(tmp_path)

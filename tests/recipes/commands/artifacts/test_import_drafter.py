@@ -1,4 +1,4 @@
-"""`draftsmith import` of drafters, and the doctor over LoRA adapters."""
+"""`draftsmith import` of drafters, and `draftsmith doctor` for LoRA adapters."""
 
 import json
 import shlex
@@ -111,8 +111,8 @@ def test_an_adapter_is_merged(adapter: Path, target: Path, tmp_path: Path) -> No
     seen = draftsmith("doctor", target, adapter, "--json")
     assert json.loads(seen.stdout)["verdicts"]["draftsmith"]["outcome"] == "works"
     base = load_model(str(tmp_path / "plain"))(ids).logits
-    assert not torch.allclose(merged, base, atol=1e-3), "or the adapter does nothing"
-    assert (tmp_path / "out" / "tokenizer.json").is_file(), "its model's"
+    assert not torch.allclose(merged, base, atol=1e-3), "the adapter has no effect"
+    assert (tmp_path / "out" / "tokenizer.json").is_file(), "the tokenizer of the base model"
 
 
 @pytest.mark.parametrize("form", ["adapter", "pickled"])
@@ -138,6 +138,6 @@ def test_files_that_must_be_converted_are_repaired_too(
     assert mended.exit_code == 0, (mended.output, mended.exception)
     manifest = verify_artifact(out, "drafter")
     assert (manifest.vocab_size, manifest.training["repaired_from"]) == (320, str(source))
-    assert (out / "LICENSE").read_text() == "yours", "the model's, also beside an adapter"
+    assert (out / "LICENSE").read_text() == "yours", "the licence of the base model must be copied"
     ids = torch.tensor([[1, 5, 9, 200]])
     assert torch.equal(load_model(str(out))(ids).logits, before(ids).logits[..., :320])

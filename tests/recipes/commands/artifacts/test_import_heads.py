@@ -1,4 +1,4 @@
-"""`draftsmith import` of published heads: they become an artifact that is checked and decodes."""
+"""`draftsmith import` converts published heads to an artifact, which passes verification and can be loaded."""
 
 import json
 import shutil
@@ -73,7 +73,7 @@ def test_published_heads_become_an_artifact(target: Path, tmp_path: Path, capsys
     assert load_heads(tmp_path / "heads").num_heads == 5
 
 
-def test_heads_without_projection_get_the_targets_vocabulary(target: Path, tmp_path: Path) -> None:
+def test_heads_without_projection_have_the_vocabulary_of_the_target(target: Path, tmp_path: Path) -> None:
     source = publish(tmp_path / "published", tensors(3, version=2, dtype=torch.bfloat16), vocab_size=999)
     import_heads(str(source), tmp_path / "heads", str(target), states="before-norm")
     manifest = verify_artifact(tmp_path / "heads", "heads")

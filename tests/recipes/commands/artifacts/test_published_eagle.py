@@ -1,4 +1,4 @@
-"""Published forms of EAGLE-3 heads compute the same as ours, and the doctor finds their faults."""
+"""Published formats of EAGLE-3 heads give the same logits as ours, and the doctor finds faults in them."""
 
 import json
 import shutil
@@ -85,7 +85,7 @@ def default_layers(config: dict[str, Any], weights: dict[str, torch.Tensor]) -> 
     [(speculators, LAYERS, True), (nested_alone, LAYERS, False), (default_layers, [2, 4, 5], False)],
     ids=["speculators", "pickled", "plain"],
 )
-def test_other_forms_compute_the_same(form: Change, layers: list[int], normed: bool, target: Path) -> None:
+def test_other_formats_give_the_same_logits(form: Change, layers: list[int], normed: bool, target: Path) -> None:
     heads = heads_of(target, layers, normed)
     save_eagle(heads, folder := target.with_name("theirs"))
     edit_heads(folder, form, pickled=form is nested_alone)
@@ -102,7 +102,7 @@ def test_other_forms_compute_the_same(form: Change, layers: list[int], normed: b
     assert torch.equal(*logits)
     assert found.proposed is not None
     assert found.proposed.tolist() == KEPT.tolist()
-    assert check_pair(str(target), str(out)) == (not normed), "of engines SGLang alone minds the norm"
+    assert check_pair(str(target), str(out)) == (not normed), "only SGLang does not support this norm"
     lines = export_artifact(out, "eagle3", target.with_name("served"), FORMATS)
     assert [line.partition(": ")[2].partition(" ")[0] for line in lines[1:]] == (["works", "works", "works", "works"])
     assert sum("works but" in line for line in lines) == normed
@@ -116,13 +116,13 @@ def without_rows(config: dict[str, Any], weights: dict[str, torch.Tensor]) -> No
 
 PLANTED: dict[str, tuple[Change, str, set[str]]] = {
     "nothing": (lambda config, weights: None, "", set()),
-    "ids of SGLang's count": (
+    "ids numbered as in SGLang": (
         lambda config, weights: config.update({TOP: [0, 2, 5]}), "layers", {"sglang"},
     ),
-    "nested ids as others count": (
+    "nested ids numbered as in vLLM": (
         lambda config, weights: config["eagle_config"].update({TOP: LAYERS}), "layers", {"sglang"},
     ),
-    "no ids beside the sizes": (
+    "ids only in the nested config": (
         lambda config, weights: config.pop(TOP), "layers",
         {"vllm", "vllm, runner V1", "draftsmith", "llama.cpp"},
     ),
@@ -171,7 +171,7 @@ def test_a_planted_error_is_named_with_the_affected_engines(
         (lambda config, weights: weights.update({"embed_tokens.weight": torch.ones(5, 5)}), r"embed_tokens.*\[5, 5\]"),
     ],
 )
-def test_unsupported_forms_are_refused(change: Change, words: str, target: Path) -> None:
+def test_unsupported_formats_are_refused(change: Change, words: str, target: Path) -> None:
     from transformers import AutoConfig
 
     save_eagle(heads_of(target, LAYERS), folder := target.with_name("theirs"))
@@ -181,7 +181,7 @@ def test_unsupported_forms_are_refused(change: Change, words: str, target: Path)
 
 
 def test_readings_of_engines_are_listed(target: Path) -> None:
-    """Each reading is listed once, with that of the config first."""
+    """Equal readings are merged, and that of the config comes first."""
     from transformers import AutoConfig
 
     save_eagle(heads_of(target, LAYERS), folder := target.with_name("theirs"))
@@ -210,7 +210,7 @@ def test_other_rotary_bases_are_reported(target: Path, base: float, named: list[
         ((0.2, 0.3), 32, False),
         ((0.2, 0.6), 32, True),
         ((0.6, 0.2), 32, False),
-        ((0.2, 0.46), 9, False),  # Student's t of eight degrees for one in two hundred: 3.36
+        ((0.2, 0.46), 9, False),  # quantile of Student's t for 8 degrees of freedom at 0.995: 3.36
         ((0.2, 0.6), 7, False),
     ],
 )

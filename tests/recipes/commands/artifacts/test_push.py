@@ -1,4 +1,4 @@
-"""`draftsmith push` and `draftsmith import`: dry runs, uploads, and results of other files."""
+"""`draftsmith push` and `draftsmith import`: dry runs, uploads, and results that belong to other files."""
 
 import json
 import re
@@ -24,7 +24,7 @@ def run(*arguments: object) -> None:
 
 
 def make_artifact(folder: Path, seed: int = 0, **extra: bytes) -> Path:
-    """Return an artifact with small files."""
+    """Write an artifact with small files."""
 
     def write(unfinished: Path) -> None:
         (unfinished / "weights.bin").write_bytes(bytes([0, seed]) * 100)
@@ -38,7 +38,7 @@ def make_artifact(folder: Path, seed: int = 0, **extra: bytes) -> Path:
 
 @pytest.fixture(scope="module")
 def evaluated(tiny_pair: Path, corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return results of the pair's drafter and heads, with a certificate."""
+    """Write results for the drafter and the heads of the tiny pair, with a certificate."""
     folder = tmp_path_factory.mktemp("evaluated")
     recipe = EvaluateRecipe(
         kind="evaluate",
@@ -94,12 +94,12 @@ def test_push_and_import_round_trip(
     card = (tmp_path / "out" / "README.md").read_text()
     rows = json.loads(evaluated.read_text())["methods"]
     assert f"| {rows[1]['label']} | 0 | {rows[1]['tokens_per_step']:.2f}" in card
-    assert [row["label"] in card for row in rows] == [True, True, False], "medusa is of the heads"
+    assert [row["label"] in card for row in rows] == [True, True, False], "a drafter card has no rows of heads"
     assert "smallest bias detected" in card
     assert str(tiny_pair) not in card
     run("push", tiny_pair / "drafter", REPO, "--yes", "--results", evaluated)
-    assert commit in "".join(capsys.readouterr().err.split()), "there is nothing to commit"
-    run("push", tmp_path / "out", "somebody/elsewhere", "--results", evaluated)  # its card is another, its weights not
+    assert commit in "".join(capsys.readouterr().err.split()), "an unchanged artifact needs no commit"
+    run("push", tmp_path / "out", "somebody/elsewhere", "--results", evaluated)  # only the card differs
     assert "## Measured" in capsys.readouterr().out
 
 

@@ -1,4 +1,4 @@
-"""Planted faults, which the diagnosis must name, and correct artifacts, which must raise no finding.
+"""The diagnosis names planted faults, and reports no findings for correct artifacts.
 
 Shape letters: V vocabulary, D hidden, S states.
 """
@@ -51,7 +51,7 @@ def random_model(seed: int) -> Any:
 
 
 def noisy(model: Any, noise: float = 0.02) -> Any:
-    """Return a drafter that mostly agrees with a target."""
+    """Return a copy of a model with noise, as a drafter that mostly agrees with it."""
     drafter = copy.deepcopy(model)
     torch.manual_seed(11)
     with torch.no_grad():
@@ -63,7 +63,7 @@ def noisy(model: Any, noise: float = 0.02) -> Any:
 
 @dataclass(frozen=True)
 class Workshop:
-    """Target on disk, with functions that make artifacts for it."""
+    """Target on disk, with functions that write artifacts for it."""
 
     folder: Path
     corpus: Path
@@ -79,7 +79,7 @@ class Workshop:
 
     @property
     def target(self) -> Path:
-        """Return the target, which is written on first use."""
+        """Path of the target, which is written on first use."""
         place = self.folder / "target"
         if not place.is_dir():
             self.model.save_pretrained(place)
@@ -98,7 +98,7 @@ class Workshop:
         return prepare_data(self.section, self.tokenizer, quiet=True)
 
     def drafter(self, model: Any, out: Path, change: Callable[[Any], None] | None = None) -> Path:
-        """Write a drafter's artifact as training does. `change` is applied between measurement and writing."""
+        """Write a drafter artifact as training does, with `change` applied after the measurement."""
         task = DrafterTask(model, self.prepared.heldout, eval_teacher=ModelTeacher(self.model), evaluate_blocks=64)
         metrics = task.evaluate(task.module)
         if change is not None:
@@ -117,7 +117,7 @@ class Workshop:
         )  # fmt: skip
 
     def recipe(self, **changes: Any) -> EvaluateRecipe:
-        """Return an evaluation of the target."""
+        """Return an evaluation recipe for the target."""
         values: dict[str, Any] = {
             "kind": "evaluate", "out": str(self.folder / "results.json"), "target": str(self.target),
             "prompts": str(self.corpus / "rows.json"), "template": "chatml", "limit": 16, "max_prompt_tokens": 80,
@@ -158,8 +158,8 @@ def test_a_correct_drafter_has_no_findings(workshop: Workshop, tmp_path: Path, t
     assert stage(part, "files")["value"] == pytest.approx(trained, abs=1e-6)
 
 
-def test_a_drafter_of_another_template_is_reported(workshop: Workshop, tmp_path: Path) -> None:
-    """The drafter was not trained on the turn token of chatml."""
+def test_a_drafter_for_a_different_template_is_reported(workshop: Workshop, tmp_path: Path) -> None:
+    """The embedding of the chatml turn token is random, as if the drafter was trained with a different template."""
     other = replace(workshop, template="plain")
     drafter = noisy(workshop.model)
     begin = workshop.tokenizer.convert_tokens_to_ids("<|im_start|>")

@@ -1,5 +1,7 @@
-"""Wrongly trained or saved EAGLE-3 heads are diagnosed. The heads overfit the target's answers to a few prompts, so
-that every fault costs most of their acceptance."""
+"""Faults in the training or the files of EAGLE-3 heads are diagnosed.
+
+The heads overfit the answers of the target to a few prompts, so that every fault strongly reduces acceptance.
+"""
 
 import json
 from collections.abc import Callable
@@ -37,7 +39,7 @@ Change = Callable[[EagleHeads], Any]
 
 @dataclass(frozen=True)
 class Lesson:
-    """Target, its prompts, and its answers to them."""
+    """Target with prompts, for which heads can be trained."""
 
     folder: Path
     prompts: Path
@@ -55,7 +57,7 @@ class Lesson:
         return EvaluateRecipe(**(values | changes))
 
     def heads(self, steps: int = 2, behind: bool = False) -> EagleHeads:
-        """Train heads for some drafting steps; with `behind`, tokens are not shifted."""
+        """Train heads with TTT steps; with `behind`, the input tokens are shifted wrongly."""
         torch.manual_seed(0)
         heads = EagleHeads.for_target(self.model.config, LAYERS, KEPT, num_heads=steps)
         heads.attach(self.model.get_input_embeddings().weight, self.model.get_output_embeddings().weight)
@@ -72,7 +74,7 @@ class Lesson:
                 read_1T = F.pad(ids_1T[:, :-1], (1, 0)) if behind else ids_1T
                 mask_11TT = torch.ones(1, 1, count, count, dtype=torch.bool).tril()
                 made_TKD = heads.features(given_1TG, read_1T, torch.arange(count)[None], mask_11TT)[0]
-                for step in range(steps):  # step k at position t speaks of what the target says at t + 1 + k
+                for step in range(steps):  # step k at position t learns the output of the target at t + 1 + k
                     logits_TR = made_TKD[: count - 1 - step, step] @ heads.projection().T
                     losses.append(F.cross_entropy(logits_TR, next_T[1 + step :].clamp(max=len(KEPT) - 1)))
             optimizer.zero_grad()
@@ -147,7 +149,7 @@ FAULTS: dict[str, tuple[Change | None, Callable[[Path], None] | None, dict[str, 
     "shift": (None, None, {"behind": True}, ["inputs"], "unshifted tokens"),
     "one step": (None, None, {"steps": 1}, ["steps"], "in the second"),
 }
-"""By name what is changed in sound heads and in their files, or how they were trained; what is found, and its words."""
+"""By name: change of the heads, change of their files, training options, expected findings and their text."""
 
 
 @pytest.mark.parametrize("name", FAULTS)
@@ -188,7 +190,7 @@ def test_scores_equal_decoding(lesson: Lesson, sound: EagleHeads, tmp_path: Path
 
 
 def test_files_reproduce_the_training_metrics(lesson: Lesson, sound: EagleHeads, corpus: Path, tmp_path: Path) -> None:
-    """Heads have a draft vocabulary, other tokens are not counted. A higher training metric is a fault of the files."""
+    """Only tokens of the draft vocabulary count. A higher training metric is reported as a fault of the files."""
     section = DataSection(
         source=str(corpus / "rows.json"), template="chatml", block_tokens=96, heldout_share=0.2,
         cache=str(tmp_path / "prepared"),

@@ -15,7 +15,7 @@ ATTENTION = {"num_attention_heads": 2, "num_key_value_heads": 2}
 
 @pytest.fixture
 def save_llama(corpus: Path) -> Callable[..., LlamaForCausalLM]:
-    """Return a function that saves random models of the corpus's vocabulary with the tokenizer."""
+    """Return a function that saves a random model with the tokenizer of the corpus."""
 
     def save(folder: Path, seed: int = 0, positions: int = 256) -> LlamaForCausalLM:
         torch.manual_seed(seed)
@@ -33,7 +33,7 @@ def save_llama(corpus: Path) -> Callable[..., LlamaForCausalLM]:
 
 @pytest.fixture
 def evaluation(corpus: Path, tmp_path: Path, save_llama: Callable[..., LlamaForCausalLM]) -> dict[str, Any]:
-    """Return a recipe of two random models without methods."""
+    """Return an evaluation recipe for two random models, without methods."""
     values: dict[str, Any] = {"kind": "evaluate", "out": str(tmp_path / "results.json"), "template": "chatml"}
     values |= {"prompts": str(corpus / "rows.json"), "limit": 4, "max_new_tokens": 24, "device": "cpu"}
     for seed, name in enumerate(("target", "drafter")):

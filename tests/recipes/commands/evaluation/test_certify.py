@@ -52,7 +52,7 @@ def test_a_certificate_of_a_recipe(recipe: Path, cli: Command) -> None:
     small = [(row["label"], row["sampling"]["temperature"], row["verdict"]) for row in written["stress"]]
     names = [f"{name}, small pair" for name in ("autoregressive", "speculative")]
     labels = [label for label, *_ in small]
-    assert list(dict.fromkeys(labels)) == names, "what calls itself lossless, once, whatever its temperature"
+    assert list(dict.fromkeys(labels)) == names, "each lossless method is tested once, for all temperatures"
     assert labels.count(names[0]) <= labels.count(names[1]) <= len(CHECKS)
     assert {verdict for *_, verdict in small} == {"lossless"}
     assert {temperature for _, temperature, _ in small} >= {0, 0.8, 1, 1.2}
@@ -62,7 +62,7 @@ def test_a_certificate_of_a_recipe(recipe: Path, cli: Command) -> None:
 
 
 def certified(recipe: Path, *arguments: str) -> tuple[int, str, dict[str, Any]]:
-    """Run the command in this process; return exit code, output, and the certificate without its times."""
+    """Run the command in this process; return exit code, standard error, and the certificate without run times."""
     result = CliRunner().invoke(app, ["certify", str(recipe), "--batch", "4", *arguments])
     written = json.loads((recipe.parent / "certificate.json").read_text())
     for row in written["stress"] + written["certificates"]:
@@ -85,7 +85,7 @@ def test_equal_rows_are_certified_once(recipe: Path) -> None:
     code, _, written = certified(recipe, "--tokens", "20", rows)
     assert (code, written["complete"]) == (0, True)
     labels = ["autoregressive", "speculative", "autoregressive T=1", "speculative T=1"]
-    assert [row["label"] for row in written["certificates"]] == labels, "at both temperatures where the recipe has one"
+    assert [row["label"] for row in written["certificates"]] == labels, "greedy and sampled rows"
     few = {
         (row["verdict"], row["power"]["detectable_bias_99"] > 0.1)
         for row in written["stress"] + written["certificates"]
@@ -95,7 +95,7 @@ def test_equal_rows_are_certified_once(recipe: Path) -> None:
 
 @pytest.mark.slow
 def test_a_stopped_certificate_resumes(recipe: Path, stop: Any) -> None:
-    """The certificate after SIGKILL and Ctrl-C equals that of an undisturbed run."""
+    """The certificate after SIGKILL and Ctrl-C equals that of an uninterrupted run."""
     path = recipe.parent / "certificate.json"
     asked = ("--tokens", "600")
     code, _, whole = certified(recipe, *asked)

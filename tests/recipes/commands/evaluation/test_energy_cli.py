@@ -1,4 +1,4 @@
-"""Energy of an evaluation with a processor of constant power."""
+"""Energy measurements of an evaluation with a simulated energy counter of constant power."""
 
 import dataclasses
 import json
@@ -19,7 +19,7 @@ from draftsmith.recipes.schema.results import load_results
 
 WATTS, TICK = 20.0, 0.005
 EXACT = 1e-12
-"""Of a quotient of two differences of such times: they stay below some minutes, and are rounded by parts in 1e16."""
+"""Relative tolerance for rounding errors of the simulated clock."""
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def target(stand_ins: Any) -> str:
 
 @pytest.fixture
 def counter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Install a counter of 20 W, whose clock advances by `TICK` at each reading."""
+    """Install an energy counter of 20 W, with a clock that advances by `TICK` at each reading."""
     now = 0.0
 
     def clock(seconds: float = TICK) -> float:
@@ -66,11 +66,11 @@ def test_joules_are_those_of_one_forward(target: str, monkeypatch: pytest.Monkey
     watts = 0.0
     found = measure_batches(model, [2, 8], 3, 4, meter)
     assert found["source"] is None
-    assert "a counter" in found["failure"], "it stands still"
+    assert "a counter" in found["failure"], "the counter does not advance"
     assert [row["joules_per_run"] for row in found["rows"]] == [None, None]
 
 
-def test_a_row_is_of_a_forward_and_of_an_input() -> None:
+def test_rows_have_values_per_run_and_per_input() -> None:
     energy = Energy("nvml", 12.0, 0.5, 9.0, 120.0, 30.0, 0.1, [11.5, 12.5])
     row = batch_row(4, [1.0, 2.0, 3.0], energy)
     assert (row["seconds_per_run"], row["seconds_per_input"]) == (2.0, 0.5)
@@ -80,8 +80,8 @@ def test_a_row_is_of_a_forward_and_of_an_input() -> None:
 
 @pytest.mark.parametrize("name", ["JackFram/llama-68m", "google-t5/t5-small", "facebook/opt-125m"])
 @torch.inference_mode()
-def test_a_forward_serves_a_batch_of_inputs_that_were_read(stand_ins: Any, name: str) -> None:
-    """Each row of a batch says what it says alone, and what the model itself says."""
+def test_a_batched_forward_with_a_filled_cache_equals_the_model(stand_ins: Any, name: str) -> None:
+    """The logits of each row equal those of the model without a cache."""
     model = load_model(str(stand_ins.target(name)))
     scorer = wrap_model(model)
     logits_BMV = raw_forward(scorer, 1, 7, batch=3, seed=5, fill_cache=True)()
@@ -96,7 +96,7 @@ def test_a_forward_serves_a_batch_of_inputs_that_were_read(stand_ins: Any, name:
 
 @pytest.fixture
 def recipe(target: str, stand_ins: Any, tmp_path: Path) -> dict[str, Any]:
-    """Two rows on two prompts."""
+    """Return a recipe with two rows and two prompts."""
     asked = {"prompts": str(stand_ins.rows), "template": "chatml", "limit": 2, "max_new_tokens": 5, "device": "cpu"}
     rows = [{"method": "autoregressive"}, {"method": "autoregressive", "temperature": 1.0}]
     return {"kind": "evaluate", "out": str(tmp_path / "results.json"), "target": target, "methods": rows} | asked
@@ -123,10 +123,10 @@ def test_energy_by_batch_is_a_section_of_the_results(
         evaluate.measure_energy(model, asked.model_copy(update={"energy_context": 512}))
 
 
-def test_an_evaluation_has_joules_where_something_counts_them(
+def test_an_evaluation_has_joules_if_there_is_an_energy_counter(
     counter: Path, recipe: dict[str, Any], interrupted_when: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A signal comes once the first row is counted: what was counted is not counted again."""
+    """An evaluation that is interrupted after the energy of the first row does not measure this row again."""
     out = Path(recipe["out"])
     journal = out.with_name("results.json.state") / "runs.jsonl"
     with interrupted_when(lambda: journal.is_file() and '"joules of ' in journal.read_text()):

@@ -1,4 +1,4 @@
-"""Evaluation: heads of every form, artifacts without a recipe, prompts, what people see."""
+"""Evaluation of heads of every kind and of artifacts without a recipe; prompts, and printed messages."""
 
 import itertools
 import json
@@ -39,12 +39,12 @@ FORMS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def target(tmp_path: Path, save_llama: Callable[..., LlamaForCausalLM]) -> LlamaForCausalLM:
-    """Return a random model that is saved at tmp_path/target with the corpus's tokenizer."""
+    """Return a random model, which is saved to tmp_path/target with the tokenizer of the corpus."""
     return save_llama(tmp_path / "target")
 
 
 def recipe(heads: PredictionHeads, corpus: Path, folder: Path) -> EvaluateRecipe:
-    """Return a recipe that measures these heads, which are saved as an artifact."""
+    """Save heads as an artifact and return a recipe that evaluates them."""
     save_artifact(
         folder / "heads",
         kind="heads",
@@ -60,7 +60,7 @@ def recipe(heads: PredictionHeads, corpus: Path, folder: Path) -> EvaluateRecipe
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_heads_of_every_form_are_measured(target: LlamaForCausalLM, corpus: Path, tmp_path: Path, form: str) -> None:
+def test_heads_of_every_kind_are_measured(target: LlamaForCausalLM, corpus: Path, tmp_path: Path, form: str) -> None:
     heads = PredictionHeads.from_lm_head(target.lm_head.weight.detach(), 3, 1, **FORMS[form]).to(torch.bfloat16)
     made = recipe(heads, corpus, tmp_path)
     opened = open_recipe(made)
@@ -87,7 +87,7 @@ def test_heads_of_another_size_are_refused(target: LlamaForCausalLM, corpus: Pat
 def test_texts_end_at_every_end_token(
     target: LlamaForCausalLM, corpus: Path, tmp_path: Path, where: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The third token of the target becomes an end token of the model, of the turn, or of the user."""
+    """A token becomes an end token by the settings of the model, the chat template, or the recipe."""
     folder, asked = tmp_path / "target", str(corpus / "rows.json")
     values = {"kind": "evaluate", "out": str(tmp_path / "results.json"), "target": str(folder), "prompts": asked}
     values |= {"template": "plain", "methods": ROWS[:1], "device": "cpu", "limit": 3, "max_new_tokens": 24}
@@ -103,7 +103,7 @@ def test_texts_end_at_every_end_token(
         values["stop"] = [tokenizer.decode([end])]
     else:
         word = next(token for token in tokenizer.get_vocab() if token.isalpha() and len(token) > 2)
-        tokenizer.add_tokens([word])  # not special
+        tokenizer.add_tokens([word])  # not a special token
         name = "<|im_start|>" if where == "template" else word
         end = tokenizer.convert_tokens_to_ids(name)
         tokenizer.chat_template = f"{{% for m in messages %}}{{{{ m.content }}}}{name}{{% endfor %}}"
@@ -179,7 +179,7 @@ def test_one_command_measures_all_artifacts(artifacts: Path, corpus: Path, monke
     assert {row["method"] for row in results["methods"] if not row["lossless"]} >= {"beam", "mjsd", "bild"}
     assert all(row["identical_to_greedy"] in (None, [5, 5]) for row in results["methods"] if row["lossless"])
     assert load_results(Path(loaded.out)) == json.loads(json.dumps(results))
-    assert load_recipe(str(Path(loaded.out).with_suffix(".recipe.yaml"))) == loaded, "the written recipe repeats it"
+    assert load_recipe(str(Path(loaded.out).with_suffix(".recipe.yaml"))) == loaded, "the written recipe differs"
 
 
 def test_a_drafter_with_another_tokenizer_drafts_by_text(
@@ -231,7 +231,7 @@ def test_prompts_are_reproducible_and_skipped_ones_are_named(corpus: Path, tmp_p
             load_prompts(str(tmp_path / "none.json"), get_template("chatml"), tokenizer, 10, 100)
 
 
-def test_rows_use_the_drafter_that_they_name(evaluation: dict[str, Any], tmp_path: Path, save_llama: Any) -> None:
+def test_rows_use_the_drafter_of_their_options(evaluation: dict[str, Any], tmp_path: Path, save_llama: Any) -> None:
     save_llama(tmp_path / "other", seed=9)
     values = evaluation | {"drafter": evaluation["target"], "more_drafters": [str(tmp_path / "other")]}
     values |= {"max_new_tokens": 16, "limit": 3, "energy": "off", "compare_with_transformers": False}

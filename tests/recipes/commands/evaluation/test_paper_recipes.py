@@ -1,4 +1,4 @@
-"""Recipes of the papers' tables: their rows can be built and run, and have the labels that claims name."""
+"""Recipes that reproduce tables of papers: rows can be built and run, and have the labels used in the claims."""
 
 import re
 import sys

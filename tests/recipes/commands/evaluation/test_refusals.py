@@ -1,4 +1,4 @@
-"""Errors before decoding: each message names the option, and both numbers or files."""
+"""Errors before decoding: each message names the option and the conflicting numbers or files."""
 
 from collections.abc import Callable
 from typing import Any

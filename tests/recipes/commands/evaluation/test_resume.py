@@ -1,4 +1,4 @@
-"""Interrupted evaluations resume with their finished runs; runs of other evaluations are not used."""
+"""Interrupted evaluations resume with their finished runs, and ignore those of different evaluations."""
 
 import json
 import shutil
@@ -24,7 +24,7 @@ PROMPTS = 12
 
 @pytest.fixture
 def recipe(evaluation: dict[str, Any], tmp_path: Path) -> Path:
-    """Return a recipe that takes some seconds."""
+    """Write a recipe whose evaluation takes some seconds."""
     path = tmp_path / "recipe.yaml"
     path.write_text(yaml.safe_dump(evaluation | {"limit": PROMPTS, "max_new_tokens": 60, "methods": METHODS}))
     return path
@@ -42,7 +42,7 @@ def test_a_killed_evaluation_resumes(recipe: Path, stop: Any, capsys: pytest.Cap
     lines = journal.read_text().splitlines()
     assert (code, out.exists()) == (-signal.SIGKILL, False)
     with journal.open("a") as file:
-        file.write(lines[-1][: len(lines[-1]) // 2])  # what a kill in the middle of a write leaves
+        file.write(lines[-1][: len(lines[-1]) // 2])  # an incomplete line, as after a kill during a write
     work = dict(json.loads(line) for line in lines[1:])
     finished = {
         tuple(json.loads(name.removeprefix("run"))): run for name, run in work.items() if name.startswith("run ")
@@ -66,7 +66,7 @@ def test_a_killed_evaluation_resumes(recipe: Path, stop: Any, capsys: pytest.Cap
 
 
 def test_killed_tuning_resumes(recipe: Path, stop: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    """Tuning is killed in its second round."""
+    """Tuning is killed in its second round and continues with this round."""
     folder = recipe.parent / "results.tune"
     journal = folder / "round-2.json.state" / "runs.jsonl"
     code, _ = stop(journal, 5, signal.SIGKILL, "tune", str(recipe), "max_new_tokens=16")
@@ -144,7 +144,7 @@ def opened(folder: Path, **changes: Any) -> Journal:
 
 
 def journal_file(folder: Path) -> Path:
-    """Return a journal of three numbers."""
+    """Write a journal with three numbers and return its path."""
     with opened(folder) as journal:
         for number in range(3):
             assert journal(f"number {number}", NUMBER, lambda number=number: number) == number
@@ -183,7 +183,7 @@ def test_a_damaged_line_is_refused(tmp_path: Path, line: int, damage: bytes) -> 
     assert path.read_bytes() == before
 
 
-def test_a_result_of_another_form_is_damaged_too(tmp_path: Path) -> None:
+def test_a_result_of_another_type_is_refused(tmp_path: Path) -> None:
     journal_file(tmp_path)
     with opened(tmp_path) as journal, pytest.raises(ValueError, match="'number 1' has an unexpected format"):
         journal.known("number 1", TypeAdapter(list[str]))

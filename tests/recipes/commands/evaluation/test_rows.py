@@ -1,4 +1,4 @@
-"""Rows of an evaluation: the default ones, all, or named ones, with their baselines."""
+"""Selection of the rows of an evaluation: default, all, or by name, with their baselines."""
 
 from pathlib import Path
 from typing import Any

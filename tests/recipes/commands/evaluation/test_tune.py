@@ -1,4 +1,4 @@
-"""`draftsmith tune`: rounds of evaluations, their files, and refusals."""
+"""`draftsmith tune`: rounds of evaluations, files, and methods that cannot be tuned."""
 
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def recipe(evaluation: dict[str, Any], tmp_path: Path) -> Path:
-    """Return a recipe with lossless and lossy methods, and one that is not tuned."""
+    """Write a recipe with lossless methods, lossy methods, and a method that cannot be tuned."""
     methods: list[dict[str, Any]] = [{"method": name} for name in ("autoregressive", "speculative", "bild", "beam")]
     methods.insert(2, {"method": "multi-candidate", "options": {"attention": "batch"}})
     path = tmp_path / "recipe.yaml"
@@ -84,7 +84,7 @@ def test_methods_that_cannot_be_tuned_are_named_with_the_reason(recipe: Path) ->
 
 
 def test_all_tunable_methods_of_a_pair_are_tuned(tiny_pair: Path, tmp_path: Path) -> None:
-    """With every artifact, these are all names of the space except parallel drafting."""
+    """A pair with every artifact can use all methods of the search space except parallel drafting."""
     values = {part: str(tiny_pair / part) for part in ("target", "drafter", "heads", "table")}
     values |= {"prompts": str(tiny_pair / "corpus" / "heldout.jsonl"), "out": str(tmp_path / "results.json")}
     sizes = {"template": "chatml", "limit": 2, "max_new_tokens": 6, "temperature": 1.0, "device": "cpu"}

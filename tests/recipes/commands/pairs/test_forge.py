@@ -1,4 +1,4 @@
-"""`forge`: decisions in known situations, resumption, and results."""
+"""`draftsmith forge`: decisions in known situations, resumption, and results."""
 
 import itertools
 import json
@@ -27,7 +27,7 @@ Run = Callable[..., Any]
 
 @pytest.fixture
 def forged(tiny_pair: Path, corpus: Path, tmp_path: Path) -> Callable[..., list[str]]:
-    """Return a function that builds the command of a forge for a small target."""
+    """Return a function that builds a `forge` command for a small target."""
 
     def command(out: Path, *more: str, hours: str = "0.01") -> list[str]:
         words = ["forge", str(tiny_pair / "target"), "--prompts", str(corpus / "rows.json"), "--out", str(out)]
@@ -44,17 +44,17 @@ def forged(tiny_pair: Path, corpus: Path, tmp_path: Path) -> Callable[..., list[
     ],
     ids=len,
 )
-def test_a_killed_forge_decides_the_same(
+def test_a_killed_forge_makes_the_same_decisions(
     forged: Run, cli: Run, launcher: Any, tmp_path: Path, kills: tuple[str, ...]
 ) -> None:
-    """Kill the forge as soon as each of these files exists. Measured speeds are stored, so decisions are the same."""
+    """Kill the command as soon as each file of `kills` exists. Measured speeds are stored, so decisions are equal."""
     out = tmp_path / "forge"
     for ready in kills:
         process = launcher.start(*forged(out))
         until = time.monotonic() + 120
         while not (out / ready).exists() and process.poll() is None and time.monotonic() < until:
             time.sleep(0.02)
-        assert process.poll() is None, f"{ready} was to be met"
+        assert process.poll() is None, f"the command ended before it wrote {ready}"
         process.send_signal(signal.SIGKILL)
         process.ended()
     done = cli(*forged(out))
@@ -76,7 +76,7 @@ def test_a_killed_forge_decides_the_same(
 
 
 def planned(out: Path, seconds: Sequence[float] = (0.002, 0.002), answer: float = 0.05) -> None:
-    """Write the costs of forward passes, by default equal for any number of tokens, so that heads pay."""
+    """Write costs of forward passes; by default they do not depend on the number of tokens, which favours heads."""
     out.mkdir(parents=True)
     costs: dict[str, Any] = {
         "shape": {"layers": 2, "layer_parameters": 1e6, "hidden": 64, "vocabulary": 1000},
@@ -93,7 +93,7 @@ def lines_of(results: dict[str, Any]) -> list[str]:
 
 @pytest.fixture
 def forge(cli: Run) -> Callable[[list[str], Path], dict[str, Any]]:
-    """Return a function that runs a forge to its end and returns its results."""
+    """Return a function that runs a `forge` command to completion and returns the results."""
 
     def run(command: list[str], out: Path) -> dict[str, Any]:
         done = cli(*command)
@@ -108,21 +108,13 @@ def forge(cli: Run) -> Callable[[list[str], Path], dict[str, Any]]:
     [
         ({"answer": 60.0}, "0.01", "no training: the budget allows 0 answers"),
         pytest.param(
-            {"seconds": (0.002, 0.128)},
-            "0.01",
-            "no training: no candidate could be faster",
-            marks=pytest.mark.slow,
+            {"seconds": (0.002, 0.128)}, "0.01", "no training: no candidate could be faster", marks=pytest.mark.slow
         ),
     ],
-    ids=["no answers", "each token costs what the first does"],
+    ids=["no answers", "cost proportional to tokens"],
 )
-def test_a_budget_too_small_and_costs_too_high_train_nothing(
-    forged: Run,
-    forge: Run,
-    tmp_path: Path,
-    costs: dict[str, Any],
-    hours: str,
-    said: str,
+def test_nothing_is_trained_with_a_small_budget_or_high_costs(
+    forged: Run, forge: Run, tmp_path: Path, costs: dict[str, Any], hours: str, said: str
 ) -> None:
     planned(out := tmp_path / "forge", **costs)
     found = forge(forged(out, hours=hours), out)
@@ -133,8 +125,10 @@ def test_a_budget_too_small_and_costs_too_high_train_nothing(
 
 
 def first_layers(folder: Path, tokenizer: Path, layers: int, kept: int) -> None:
-    """Return a random target in which only the first layer's MLP has an effect. The next token depends on the last one
-    only, so greedy text soon repeats itself."""
+    """Save a random target in which only the MLP of the first layer has an effect, with its first `kept` layers.
+
+    The next token depends only on the last one, so that greedy text soon repeats itself.
+    """
     sizes = {"hidden_size": 256, "intermediate_size": 1024, "num_attention_heads": 4, "num_key_value_heads": 4}
     torch.manual_seed(0)
     config = LlamaConfig(vocab_size=320, num_hidden_layers=layers, max_position_embeddings=512, **sizes)
@@ -150,7 +144,7 @@ def first_layers(folder: Path, tokenizer: Path, layers: int, kept: int) -> None:
 
 @pytest.fixture
 def shallow(corpus: Path, tmp_path: Path) -> Callable[..., list[str]]:
-    """Return a function that builds the command for a target of eight layers that two layers reproduce."""
+    """Return a function that builds the command for a target with eight layers, of which only the first matters."""
     first_layers(tmp_path / "target", corpus / "tokenizer", 8, 8)
 
     def command(out: Path, *more: str) -> list[str]:
@@ -162,8 +156,8 @@ def shallow(corpus: Path, tmp_path: Path) -> Callable[..., list[str]]:
 
 @pytest.mark.slow
 def test_decisions_in_known_situations(shallow: Run, forge: Run, corpus: Path, tmp_path: Path) -> None:
-    """Prompt lookup wins for a target whose greedy text repeats itself. At temperature 1 the given equal drafter wins,
-    which costs an eighth of the target; another given drafter never does."""
+    """Prompt lookup wins if greedy text repeats itself. At temperature 1, the equivalent drafter with one of eight
+    layers wins; the other drafter never wins."""
     tokenizer, out = corpus / "tokenizer", tmp_path / "forge"
     first_layers(tmp_path / "given", tokenizer, 8, 1)
     first_layers(tmp_path / "other", tokenizer, 1, 1)
@@ -172,12 +166,12 @@ def test_decisions_in_known_situations(shallow: Run, forge: Run, corpus: Path, t
     greedy, drawn = (workload["winner"] for workload in found["workloads"])
     assert greedy["name"] == "prompt lookup"
     assert drawn["name"] == str(tmp_path / "given")
-    assert "2-layer drafter" in {each["name"] for each in found["workloads"][1]["compared"]}, "it was not alone"
+    assert "2-layer drafter" in {each["name"] for each in found["workloads"][1]["compared"]}, "no drafter was trained"
 
 
 @pytest.mark.slow
 def test_training_is_launched_as_configured(forged: Run, cli: Run, tmp_path: Path) -> None:
-    """Train on two processes, which the manifests record; a failed launch ends the forge."""
+    """The manifests record training with two processes, and a failed launch ends the command."""
     planned(out := tmp_path / "forge")
     settings = "--multi_gpu --num_machines 1 --mixed_precision no --dynamo_backend no --main_process_port 0"
     command = forged(out, "processes=2", f"launch='{settings}'", hours="0.06")
@@ -196,7 +190,7 @@ def test_training_is_launched_as_configured(forged: Run, cli: Run, tmp_path: Pat
 def test_a_forge_killed_at_random_times_trains_the_same_weights(
     forged: Run, cli: Run, launcher: Any, tmp_path: Path
 ) -> None:
-    """The decisions and weights equal those of an undisturbed forge with the same measurements."""
+    """The decisions and weights equal those of an uninterrupted run with the same measurements."""
     chance, command, met = random.Random(0), forged(Path("forge"), hours="0.06"), 0
     killed, alone = ((tmp_path / name / "forge") for name in ("killed", "alone"))
     planned(killed)
@@ -222,18 +216,18 @@ def test_a_forge_killed_at_random_times_trains_the_same_weights(
         for folder in (killed, alone)
     ]
     assert met >= 5
-    assert len([place for place in weights[0] if not place.parts[1].endswith("-16")]) >= 2, "that were not copied"
+    assert len([place for place in weights[0] if not place.parts[1].endswith("-16")]) >= 2, "no weights of both runs"
     assert weights[0] == weights[1]
 
 
 @pytest.mark.slow
 def test_a_larger_budget_trains_the_chosen_candidate(shallow: Run, forge: Run, tmp_path: Path) -> None:
-    """Check that candidates do not compete again, that a larger budget trains anew, and that both count the time."""
+    """More hours continue with the chosen candidate; a new total budget repeats the competition."""
     out = tmp_path / "forge"
     first = forge(shallow(out, "--temperature", "1", "--hours", "0.05"), out)
     again = forge(shallow(out, "--temperature", "1", "--hours", "0.05"), out)
     assert first["workloads"][0]["tuned"]
-    assert again["workloads"] == first["workloads"], "nothing was measured again"
+    assert again["workloads"] == first["workloads"], "a finished run was measured again"
     raced = {folder.name for folder in out.glob("trained/*-*[0-9]")}
     second = forge(shallow(out, "--temperature", "1", "--hours", "0.05", "--more-hours", "0.005"), out)
     (new,) = {folder.name for folder in out.glob("trained/*-*[0-9]")} - raced
@@ -262,7 +256,7 @@ def test_refusals_leave_no_files_and_plans_train_nothing(forged: Run, cli: Run, 
 
 @pytest.fixture
 def in_vllm(vllm: object, tiny_pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
-    """Return a function that tunes a drafter in a stand-in of vLLM, which accepts two draft tokens per step."""
+    """Return a function that tunes a drafter in a stand-in for vLLM, which accepts two draft tokens per step."""
     for module in (in_engine, lengths):
         monkeypatch.setattr(module, "MAX_TOKENS", 2)
     (tmp_path / "target").symlink_to(tiny_pair / "target")
@@ -281,7 +275,7 @@ def in_vllm(vllm: object, tiny_pair: Path, tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.mark.slow
 def test_trained_heads_are_exported_and_tuned_in_the_engine(in_vllm: Run, tiny_pair: Path, tmp_path: Path) -> None:
-    """Finished measurements are reused."""
+    """The second call reuses finished measurements and starts no engine."""
     lines = in_vllm(tiny_pair / "heads", "heads", batch=[1, 2])
     assert [line.split(": ")[0] for line in lines if not line.startswith("to serve")] == [
         f"vllm, heads, batch {count}, temperature 0" for count in (1, 2)
@@ -321,12 +315,7 @@ def test_the_prompt_lookup_of_an_engine_is_tuned(in_vllm: Run) -> None:
     ],
 )
 def test_a_missing_engine_is_reported_first(
-    forged: Run,
-    cli: Run,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    words: tuple[str, ...],
-    wrong: str,
+    forged: Run, cli: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, words: tuple[str, ...], wrong: str
 ) -> None:
     monkeypatch.setenv("PATH", "")
     done = cli(*forged(tmp_path / "none", *words))
@@ -337,11 +326,7 @@ def test_a_missing_engine_is_reported_first(
 
 @pytest.mark.slow
 def test_an_unsuitable_given_drafter_is_skipped(
-    forged: Run,
-    cli: Run,
-    tiny_pair: Path,
-    make_llama: Run,
-    tmp_path: Path,
+    forged: Run, cli: Run, tiny_pair: Path, make_llama: Run, tmp_path: Path
 ) -> None:
     make_llama(64).save_pretrained(tmp_path / "other")
     given = ["--drafter", str(tmp_path / "other"), "--drafter", str(tiny_pair / "drafter")]

@@ -1,4 +1,4 @@
-"""`train --plan` compared with the files, steps, parameters, memory and time of the training."""
+"""Files, steps, parameters and memory in `train --plan` equal those of the training."""
 
 import json
 import shutil
@@ -46,7 +46,7 @@ def source(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def recipe(drafter_recipe: Path, source: Path) -> Any:
-    """Return a function that plans the tiny recipe with a larger model."""
+    """Return a function that loads the tiny recipe with a larger model and overrides."""
 
     def load(*overrides: str) -> Any:
         given = [text.replace("SOURCE", str(source)) for text in overrides]
@@ -57,7 +57,7 @@ def recipe(drafter_recipe: Path, source: Path) -> Any:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_planned_files_steps_and_parameters_equal_the_trainings(recipe: Any, variant: str):
+def test_planned_files_steps_and_parameters_equal_those_of_training(recipe: Any, variant: str):
     if "adapter" in variant:
         pytest.importorskip("peft")
     loaded = recipe("train.steps=5", *VARIANTS[variant])
@@ -69,7 +69,7 @@ def test_planned_files_steps_and_parameters_equal_the_trainings(recipe: Any, var
     result = run.fit(accelerator)
     checkpoints = list((state_folder(out) / "checkpoints").iterdir())
     sizes = [sum(file.stat().st_size for file in folder.iterdir()) for folder in checkpoints]
-    assert len(checkpoints) == 2  # of steps 3 and 5, and never a third: of so few the plan counts no more
+    assert len(checkpoints) == 2  # of steps 3 and 5
     assert plan.disk["checkpoints"] == pytest.approx(sum(sizes), rel=0.05)
     weights = list(run.task.module.parameters())
     assert plan.size.parameters == sum(p.numel() for p in weights)
@@ -86,11 +86,11 @@ def test_planned_files_steps_and_parameters_equal_the_trainings(recipe: Any, var
 def test_tokens_and_epochs_follow_the_data(recipe: Any):
     plan = plan_recipe(recipe("train.steps=null", "train.epochs=2"))
     assert plan.epochs is not None
-    assert 2 <= plan.epochs < 2 + 4 / (plan.steps * 4 / plan.epochs)  # the last step is rounded up
+    assert 2 <= plan.epochs < 2 + 4 / (plan.steps * 4 / plan.epochs)  # the number of steps is rounded up
     assert plan.tokens <= plan.steps * 4 * 64
     assert plan.evaluations == 1
     more = plan_recipe(recipe("train.evaluate_every=5", "train.steps=12"))
-    assert more.evaluations == 4  # before training, after 5, 10 and 12
+    assert more.evaluations == 4  # before training and after steps 5, 10 and 12
     assert more.seconds == pytest.approx(12 * more.probe.step_seconds + 4 * more.probe.evaluation_seconds)
 
 

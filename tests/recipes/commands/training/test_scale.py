@@ -1,4 +1,4 @@
-"""The shipped launch settings are valid for accelerate, and those that run on CPUs give the same drafter."""
+"""Shipped launch settings are valid for accelerate, and all that can run on a CPU train the same drafter."""
 
 import json
 import os
@@ -46,12 +46,12 @@ def test_launch_settings_are_documented_and_load():
         loaded = load_config_from_file(str(path))
         assert (loaded.distributed_type, loaded.num_processes) == (kind, processes)
         assert loaded.deepspeed_config.get("zero_stage", 0) == stage
-        if stage:  # else transformers shards every model that is loaded, the target too
+        if stage:  # otherwise transformers shards every loaded model, including the target
             assert loaded.deepspeed_config["zero3_init_flag"] is False
 
 
 def launch(settings: Sequence[str], *arguments: str, **extra: str) -> None:
-    """Run `draftsmith train ARGUMENTS` under settings of accelerate."""
+    """Run `draftsmith train ARGUMENTS` with `accelerate launch` and its options."""
     command = [sys.executable, "-m", "accelerate.commands.launch", *settings, "--main_process_port", "0"]
     command += ["-m", "draftsmith", "train", *arguments]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"} | extra
@@ -71,7 +71,7 @@ def recipe(tiny_drafter: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def single_process(recipe: Path) -> Path:
-    """Return the result of one process."""
+    """Train in one process and return the drafter."""
     return run_train(load_training(str(recipe), [f"out={recipe.with_name('alone')}"]))
 
 
@@ -89,7 +89,7 @@ def single_process(recipe: Path) -> Path:
 def test_all_settings_give_the_same_artifact(recipe: Path, single_process: Path, logged: Any, name: str, kind: str):
     if name.startswith("zero"):
         pytest.importorskip("deepspeed")
-    # micro batches of one: as many rows, in two gradient accumulation steps of two processes
+    # with micro batches of one, two processes take two gradient accumulation steps for the same global batch
     many = recipe.with_name(name)
     extra = {"ACCELERATE_USE_CPU": "true"} if name == "cpu-multi" else {}
     launch(
@@ -99,7 +99,7 @@ def test_all_settings_give_the_same_artifact(recipe: Path, single_process: Path,
     assert (summary["distributed_type"], summary["processes"]) == (kind, KINDS[name][1])
     losses, norms = ([logged(out, key) for out in (single_process, many)] for key in ("loss", "grad_norm"))
     assert len(losses[1]) == 8
-    assert losses[1] == pytest.approx(losses[0], abs=1e-5)  # float32 sums in another order
+    assert losses[1] == pytest.approx(losses[0], abs=1e-5)  # float32 sums in a different order
     assert norms[1] == pytest.approx(norms[0], rel=1e-4)
     expected = load_file(single_process / "model.safetensors")
     found = AutoModelForCausalLM.from_pretrained(many).state_dict()
@@ -121,7 +121,7 @@ def test_deepspeed_configurations_leave_settings_to_the_recipe():
         assert not {"optimizer", "scheduler"} & set(settings)
 
 
-def test_a_target_with_another_dtype_than_deepspeed_is_refused():
+def test_a_target_whose_dtype_differs_from_deepspeed_is_refused():
     recipe: Any = load_training("heads/any-target", ["base={}", "train.precision=bf16"])
     zero3 = SimpleNamespace(
         distributed_type=SimpleNamespace(value="DEEPSPEED"), deepspeed_plugin=SimpleNamespace(zero_stage=3)

@@ -1,5 +1,4 @@
-"""Every shipped training recipe takes a few steps with tiny models of the same families, and gives a usable
-artifact."""
+"""Every shipped training recipe writes a usable artifact after a few steps with tiny models of the same families."""
 
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from draftsmith.recipes.schema.loading import load_recipe, load_training, shippe
 from draftsmith.recipes.schema.training import DrafterRecipe, HeadsRecipe
 
 SAME = {"drafter/vicuna-160m"}
-"""Recipes that differ from others only in names and numbers."""
+"""Recipes that differ from other recipes only in names and numbers."""
 DRAFTERS, HEADS = ([name for name in shipped_recipes() if name.startswith(kind)] for kind in ("drafter/", "heads/"))
 RUNS = [(name, ()) for name in HEADS if name not in (*SAME, "heads/eagle3")]
 RUNS += [("heads/vicuna-medusa-1", ("num_heads=3",))]
@@ -37,11 +36,11 @@ def output_options(stand_ins: Any, folder: Path) -> list[str]:
 
 
 def small_heads(name: str, stand_ins: Any, folder: Path, *changes: str) -> HeadsRecipe:
-    """Return a shipped recipe with tiny models and three steps."""
+    """Load a shipped recipe with tiny models and three training steps."""
     recipe = load_training(name, changes)
     assert isinstance(recipe, HeadsRecipe)
     given = [*output_options(stand_ins, folder), f"target={stand_ins.target(recipe.target)}", "measure.keep=last"]
-    if recipe.measure.table is not None:  # counted by its own recipe
+    if recipe.measure.table is not None:  # count the table with the shipped table recipe
         tokenizer = f"tokenizer={stand_ins.target('lmsys/vicuna-7b-v1.3')}"
         table = load_training("table/vicuna-lmsys", [*output_options(stand_ins, folder / "table"), tokenizer])
         given.append(f"measure.table={run_train(table)}")
@@ -88,12 +87,12 @@ def test_drafter_recipes_give_a_drafter_for_the_target(name: str, stand_ins: Any
     settings = drafter.generation_config
     if (out / "config.json").is_file():
         assert (settings.num_assistant_tokens, settings.assistant_confidence_threshold) == (4, 0)
-    else:  # an adapter, whose model's settings are read
+    else:  # an adapter, which uses the settings of its base model
         assert manifest.shapes["base_model"] == str(stand_ins.drafter(recipe.model.source))
-    assert '"PreTrainedTokenizerFast"' in (out / "tokenizer_config.json").read_text(), "as older readers take it"
+    assert '"PreTrainedTokenizerFast"' in (out / "tokenizer_config.json").read_text(), "readable by transformers 4"
     assert drafter.config.num_hidden_layers == (len(recipe.model.layers) or 2)
     if recipe.model.config is not None:
-        assert drafter.config.max_position_embeddings == 512, "as many as the target has"
+        assert drafter.config.max_position_embeddings == 512, "the context length of the target"
 
 
 @pytest.mark.parametrize(("name", "changes"), RUNS)
@@ -105,14 +104,14 @@ def test_heads_recipes_give_lossless_heads(name: str, changes: tuple[str, ...], 
     assert manifest.evaluation["tokens_per_step"] >= 1
     assert manifest.evaluation["slim_tokens_per_step"] >= 1
     assert [f"head{k}_top1" in manifest.evaluation for k in range(recipe.num_heads + 1)][-2:] == [True, False]
-    heads = load_heads(out, dtype=torch.float32)  # ties of 16 bits would fall otherwise in a tree than in a chain
+    heads = load_heads(out, dtype=torch.float32)  # ties of 16-bit logits may be resolved differently in a tree
     assert (heads.num_heads, heads.num_layers) == (recipe.num_heads, recipe.num_layers)
     assert all(bool(torch.isfinite(tensor).all()) for tensor in heads.state_dict().values())
     source = out / BASE if recipe.base is not None else Path(recipe.target)
     target: Any = load_model(str(source), dtype=torch.float32)
     before = load_model(recipe.target, dtype=torch.bfloat16).state_dict()
     start = before["lm_head.weight"].float()
-    assert not any(torch.equal(heads.projection(k), start) for k in range(recipe.num_heads)), "all heads have learnt"
+    assert not any(torch.equal(heads.projection(k), start) for k in range(recipe.num_heads)), "a head was not trained"
     changed = {name for name, tensor in target.state_dict().items() if not torch.equal(tensor.bfloat16(), before[name])}
     assert (len(changed) > 0) == (recipe.base is not None)
     table = None if recipe.measure.table is None else BigramTable.load(Path(recipe.measure.table))
@@ -127,16 +126,16 @@ def test_heads_recipes_give_lossless_heads(name: str, changes: tuple[str, ...], 
 
 
 def test_slim_is_measured_without_a_table(stand_ins: Any, tmp_path: Path) -> None:
-    """Heads that are always right yield a token each."""
+    """Heads that always predict correctly add one accepted token each."""
     changes = "num_heads=3", "measure.tree=1x1x1", "measure.new_tokens=16"
     recipe = small_heads("heads/any-target", stand_ins, tmp_path, *changes)
     assert recipe.measure.table is None
     tokenizer, target = load_tokenizer(recipe.target), load_model(recipe.target, dtype=torch.float32)
-    with torch.no_grad():  # every text has one and the same hidden state, and so one and the same next token
+    with torch.no_grad():  # all texts have the same hidden state and thus the same next token
         target.get_input_embeddings().weight.copy_(torch.linspace(-1, 1, 16).expand(320, -1))
     heads = PredictionHeads.from_lm_head(target.lm_head.weight.detach(), 3, 1)
     shares = heads(target.model(torch.tensor([[1, 2]])).last_hidden_state[:, -1]).softmax(-1)
-    assert shares.max() < 0.1, "so that one more level is less likely than one more candidate"
+    assert shares.max() < 0.1, "probabilities must be small, so that wide trees are preferred to deep ones"
     found = heads_measure(recipe, target, tokenizer, prepare_data(recipe.data, tokenizer))(heads)
     assert found["tokens_per_step"] == found["slim_tokens_per_step"] == 4
 
@@ -144,17 +143,17 @@ def test_slim_is_measured_without_a_table(stand_ins: Any, tmp_path: Path) -> Non
 def test_the_two_commands_of_self_distillation(stand_ins: Any, tmp_path: Path, logged: Any) -> None:
     target, answers = stand_ins.target("lmsys/vicuna-7b-v1.3"), tmp_path / "answers.jsonl"
     changes = [f"out={answers}", f"source={stand_ins.rows}", f"target={target}"]
-    # a model of random weights never ends an answer by itself, and its first choice may be no word
+    # a random model rarely ends an answer, and its most likely token may not be a word
     short = ["limit=40", "max_new_tokens=12", "on_length=keep", "temperature=1", "device=cpu"]
     run_regenerate(load_recipe("regenerate/vicuna-7b", [*changes, *short]))  # type: ignore[arg-type]
     assert len(answers.read_text().splitlines()) == 40
     shipped: Any = load_training("heads/self-distil")
-    assert shipped.data.source == load_recipe("regenerate/vicuna-7b").out, "one command reads what the other writes"
+    assert shipped.data.source == load_recipe("regenerate/vicuna-7b").out, "the recipes must use the same file"
     recipe = small_heads("heads/self-distil", stand_ins, tmp_path, f"data.source={answers}")
     run_train(recipe)
     losses = logged(recipe.out)
     assert len(losses) == 3
-    assert 0 < losses[0] < 1, "the divergence from the target's next token, of heads that begin as its projection"
+    assert 0 < losses[0] < 1, "the divergence of new heads, which predict the next token of the target"
 
 
 @pytest.mark.parametrize("name", [*DRAFTERS, *HEADS])
