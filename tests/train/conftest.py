@@ -20,7 +20,7 @@ def worker(load_script: Callable[[Path], ModuleType]) -> ModuleType:
 
 @pytest.fixture
 def logged() -> Callable[..., list[Any]]:
-    """Return a function that reads the values of a key from `log.jsonl`."""
+    """Return a function that reads the values of a key from the log of a run."""
 
     def read(state_dir: Path, key: str = "loss") -> list[Any]:
         lines = [json.loads(line) for line in (state_dir / "log.jsonl").read_text().splitlines()]
@@ -30,9 +30,9 @@ def logged() -> Callable[..., list[Any]]:
 
 
 def run_under_zero(folder: Path, stage: int, jobs: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Run jobs in two processes under a ZeRO stage, and return the reports of the main process."""
+    """Run jobs in two processes with a ZeRO stage, and return the reports of the main process."""
     folder.mkdir(parents=True, exist_ok=True)
-    # by default parameters of fewer than 100,000 elements stay whole under ZeRO-3: here all of them
+    # by default, ZeRO-3 does not shard parameters of fewer than 100,000 elements
     zero = {"stage": stage, "stage3_param_persistence_threshold": 0, "reduce_bucket_size": "auto"}
     settings = folder / "deepspeed.json"
     settings.write_text(json.dumps({"zero_optimization": zero, "gradient_clipping": 0.123, "train_batch_size": 5}))
@@ -65,5 +65,5 @@ def run_under_zero(folder: Path, stage: int, jobs: Sequence[dict[str, Any]]) -> 
 
 @pytest.fixture(scope="session")
 def launch_zero() -> Callable[..., dict[str, dict[str, Any]]]:
-    """Return `run_under_zero` as a fixture."""
+    """Return the function `run_under_zero`."""
     return run_under_zero

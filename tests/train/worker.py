@@ -1,4 +1,4 @@
-"""Small training run that a test can repeat in its own process, in another one, or in two.
+"""Small training run for tests, which can run in the test process, in a separate process, or in two processes.
 
 python worker.py '{"state_dir": "…", "steps": 6, "kill_at": 4, "signal": 9, "weights": "final.safetensors"}'
 """
@@ -23,7 +23,7 @@ VOCAB = 32
 
 
 def make_data(blocks: int = 24, length: int = 16, seed: int = 0) -> PreparedData:
-    """Return blocks of two or three random documents with some padding and two thirds supervised tokens."""
+    """Return blocks of up to three random documents with padding; two thirds of the tokens are supervised."""
     rng = np.random.default_rng(seed)
     shape = (blocks, length)
     documents = np.sort(rng.integers(0, 3, shape), axis=1).astype(np.int32)
@@ -33,7 +33,7 @@ def make_data(blocks: int = 24, length: int = 16, seed: int = 0) -> PreparedData
 
 
 def data_of(tokens_BT: Any, trained_BT: Any, documents_BT: Any, name: str) -> PreparedData:
-    """Return prepared data in memory; documents end where their number changes, and −1 is padding."""
+    """Return prepared data in memory; `documents_BT` has document numbers, and −1 for padding."""
     starts, ids, flags, sizes = [0], [], [], []
     for row, numbers in enumerate(documents_BT.tolist()):
         places = [at for at, number in enumerate(numbers) if number >= 0]
@@ -56,7 +56,7 @@ def data_of(tokens_BT: Any, trained_BT: Any, documents_BT: Any, name: str) -> Pr
 
 
 def make_model(seed: int = 0, **overrides: Any) -> LlamaForCausalLM:
-    """Return a Llama of some ten thousand parameters."""
+    """Return a random Llama with about ten thousand parameters."""
     settings = {
         "vocab_size": VOCAB,
         "hidden_size": 16,
@@ -72,7 +72,7 @@ def make_model(seed: int = 0, **overrides: Any) -> LlamaForCausalLM:
 
 
 class SignallingTask(DrafterTask):
-    """Task that sends its own process a signal during step `at` (from 1)."""
+    """Task that sends a signal to its own process during step `at` (from 1)."""
 
     def __init__(self, model: Any, heldout: PreparedData | None, at: int = 0, number: int = 9, **options: Any) -> None:
         super().__init__(model, heldout, **options)
@@ -86,7 +86,7 @@ class SignallingTask(DrafterTask):
 
 
 def make_config(**overrides: Any) -> FitConfig:
-    """Return a config of six steps of eight blocks with a checkpoint after every second step."""
+    """Return a config with six steps of eight blocks and a checkpoint after every second step."""
     settings = {"steps": 6, "global_batch": 8, "micro_batch": 4, "learning_rate": 1e-2, "save_every": 2}
     settings |= {"evaluate_every": 0, "log_every": 1}
     return FitConfig(**(settings | overrides))

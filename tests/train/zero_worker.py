@@ -25,7 +25,7 @@ from worker import SignallingTask, make_config, make_data, make_model
 
 
 class UnevenModule(DrafterModule):
-    """Drafter with a finite loss but a NaN gradient while `uneven` is set."""
+    """Drafter whose loss is finite but whose gradient is NaN while `uneven` is set."""
 
     uneven = False
 
@@ -37,7 +37,7 @@ class UnevenModule(DrafterModule):
 
 
 class SpyingTask(SignallingTask):
-    """Task that records which parameters are sharded, with a bad gradient in step `uneven_at` (from 1)."""
+    """Task that counts sharded parameters, and has a NaN gradient in step `uneven_at` (from 1)."""
 
     uneven_at = 0
     sharded_between_steps: int | None = None
@@ -54,7 +54,7 @@ class SpyingTask(SignallingTask):
 
 
 def count_sharded(module: torch.nn.Module) -> int:
-    """Count the parameters that this process holds only partly."""
+    """Count the parameters that are sharded between processes."""
     return sum(parameter.numel() == 0 for parameter in module.parameters())
 
 

@@ -1,4 +1,4 @@
-"""Packed blocks under every attention kernel, including flash kernels and FlexAttention."""
+"""Forward passes of packed blocks with every attention kernel, including flash kernels and FlexAttention."""
 
 from collections.abc import Iterator
 from types import ModuleType
@@ -16,7 +16,7 @@ from draftsmith.train.tasks.drafter import DrafterTask
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 
-# Named so that it is taken for a flash kernel: it knows of documents what those know, and has no other mask.
+# The name makes transformers treat it as a flash kernel, which gets document boundaries instead of a mask.
 REFERENCE = "flash_reference"
 COMMON = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
 LLAMA = COMMON | {"intermediate_size": 24, "num_key_value_heads": 1, "head_dim": 8}
@@ -27,7 +27,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "opt": COMMON | {"ffn_dim": 24, "word_embed_proj_dim": 8, "max_position_embeddings": 64},
     "gpt_neox": COMMON | {"intermediate_size": 24, "max_position_embeddings": 64},
     "gpt2": {"vocab_size": 32, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64},
-    "phi": LLAMA | {"num_key_value_heads": 2},  # gives logits: its output projection has a bias
+    "phi": LLAMA | {"num_key_value_heads": 2},  # its output projection has a bias
 }
 
 
@@ -46,10 +46,10 @@ def flash_reference(
     attention_mask: torch.Tensor | None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention within the `cu_seq_lens_q` of a batch of one row; without them the row is one document."""
-    assert attention_mask is None, "flash kernels take no mask of numbers"
+    """Compute attention within the documents given by `cu_seq_lens_q`; without it, each row is one document."""
+    assert attention_mask is None, "flash kernels do not accept a mask"
     borders = options.pop("cu_seq_lens_q", torch.tensor([0, query.shape[2]], dtype=torch.int32))
-    assert borders.dtype == torch.int32, "the kernels read 32 bits"
+    assert borders.dtype == torch.int32, "flash kernels require int32"
     if len(borders) > 2:
         assert len(query) == 1
         assert options["max_length_q"] == int(borders.diff().max())
@@ -60,7 +60,7 @@ def flash_reference(
 
 @pytest.fixture
 def reference() -> Iterator[str]:
-    """Register the kernel with transformers during a test."""
+    """Register the reference kernel with transformers during a test."""
     AttentionInterface.register(REFERENCE, flash_reference)
     AttentionMaskInterface.register(REFERENCE, ALL_MASK_ATTENTION_FUNCTIONS["flash_attention_2"])
     yield REFERENCE
@@ -91,9 +91,9 @@ def test_a_document_kernel_equals_masked_attention(
     for attention in ("eager", kernel):
         model = build(family, attention)
         forward = PackedForward(model)
-        assert forward.by_document == (attention == "sdpa"), "or nothing is compared"
+        assert forward.by_document == (attention == "sdpa"), "the test must compare two kernels"
         used = NAME if attention == "sdpa" else attention
-        assert model.config._attn_implementation == used, "trying it must not leave another kernel"
+        assert model.config._attn_implementation == used, "the check must restore the kernel"
         output_BTX = forward(batch) * real
         assert output_BTX.shape[:2] == (4, 21)
         output_BTX.pow(2).sum().backward()
@@ -153,7 +153,7 @@ def test_a_model_with_a_flash_kernel_decodes_with_masks(reference: str, family: 
     torch.testing.assert_close(logits[1], logits[0], rtol=1e-4, atol=1e-4)
 
 
-def test_peft_may_wrap_the_model(worker: ModuleType) -> None:
+def test_a_model_may_be_wrapped_by_peft(worker: ModuleType) -> None:
     peft = pytest.importorskip("peft")
     wrapper = peft.get_peft_model(
         build("llama", "sdpa"), peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
@@ -176,7 +176,7 @@ WITH_NORM = {family: {} for family in FAMILIES} | {"opt": {"word_embed_proj_dim"
 
 
 def entering(norm: torch.nn.Module, model: Any, **inputs: Any) -> torch.Tensor:
-    """Return the input of a norm in the model's own forward."""
+    """Run the forward pass of a model and return the input of a norm."""
     found: list[torch.Tensor] = []
     handle = norm.register_forward_pre_hook(lambda module, args: found.append(args[0]))
     model(**inputs, use_cache=False)
@@ -214,7 +214,7 @@ def test_states_are_normed_in_the_dtype_of_the_model(worker: ModuleType) -> None
     forward = PackedForward(build("gpt_neox", "sdpa"), "before-norm")
     with torch.no_grad():
         states_BTD = forward.hidden(batch)
-        kept_BTD = forward.after_norm(states_BTD.bfloat16())  # as from a cache on disk
+        kept_BTD = forward.after_norm(states_BTD.bfloat16())  # the dtype of a cache
         torch.testing.assert_close(kept_BTD, forward.after_norm(states_BTD), rtol=0.05, atol=0.05)
 
 
@@ -244,7 +244,7 @@ def test_unsupported_models_are_unchanged() -> None:
 
 
 def documents_alone(model: Any, batch: Batch) -> list[tuple[int, torch.Tensor, list[int]]]:
-    """Return row, logits [T, V] and labels of every document from a separate forward."""
+    """Run each document separately; return its row, logits [T, V] and labels."""
     found = []
     for row in range(batch.tokens_BT.shape[0]):
         for number in batch.documents_BT[row].unique().tolist():
@@ -257,7 +257,7 @@ def documents_alone(model: Any, batch: Batch) -> list[tuple[int, torch.Tensor, l
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("family", ALL_FAMILIES)
-def test_packed_equals_separate(worker: ModuleType, family: str, attention: str) -> None:
+def test_packed_documents_have_the_loss_of_separate_ones(worker: ModuleType, family: str, attention: str) -> None:
     if family == "gemma2" and attention == "sdpa":
         pytest.skip("Gemma 2's capped attention has no sdpa kernel")
     model = build(family, attention)
@@ -279,14 +279,14 @@ def test_packed_equals_separate(worker: ModuleType, family: str, attention: str)
 
 
 @pytest.mark.parametrize("family", ["opt", "gpt2"])
-def test_blocks_may_be_longer_than_learned_positions_but_documents_not(worker: ModuleType, family: str) -> None:
+def test_blocks_but_not_documents_may_exceed_the_learned_positions(worker: ModuleType, family: str) -> None:
     limit = {"max_position_embeddings": 8} if family == "opt" else {"n_positions": 8}
     model = build(family, "sdpa", **limit)
     rows = torch.arange(32).reshape(2, 16) % 32
     documents = torch.tensor([[0] * 7 + [1] * 8 + [-1], [2] * 6 + [-1] * 10])
     positions = torch.tensor([[*range(7), *range(8), 0], [*range(6), *range(10)]])
     labels = torch.where(documents >= 0, rows, -100)
-    for chosen in ([0, 1], [1]):  # with a mask, and with one document a row
+    for chosen in ([0, 1], [1]):  # with several documents per row, and with one
         batch = Batch(rows, labels, positions, documents).rows(np.array(chosen))
         found = PackedForward(model)(batch)
         assert found.isfinite().all()

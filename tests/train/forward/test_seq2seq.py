@@ -1,4 +1,4 @@
-"""Encoder-decoders on packed blocks: answers have the loss of the model's own forward."""
+"""Encoder-decoders on packed blocks: answers have the same loss as in separate forward passes."""
 
 from types import ModuleType
 from typing import Any
@@ -45,13 +45,13 @@ def build(family: str = "t5", attention: str = "sdpa", seed: int = 0, **override
     model = AutoModelForSeq2SeqLM.from_config(config, attn_implementation=attention).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.dim() == 2:  # flat distributions and weak positions would hide what is wrong
+            if parameter.dim() == 2:  # avoid flat distributions and weak positions, which hide errors
                 parameter.normal_(0.0, 2.0 if "relative" in name else 1.5 * parameter.shape[1] ** -0.5)
     return model
 
 
 def answers_alone(model: Any, batch: Batch) -> list[tuple[int, int, torch.Tensor]]:
-    """Return row, position and log-probabilities [run, V] of every answer from a separate forward."""
+    """Run each answer separately; return its row, position and log-probabilities [answer tokens, V]."""
     found = []
     for row in range(batch.tokens_BT.shape[0]):
         labels, documents = batch.labels_BT[row].tolist(), batch.documents_BT[row].tolist()

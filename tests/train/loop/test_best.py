@@ -1,4 +1,4 @@
-"""`keep_best`: the weights with the best metric are kept, also in resumed runs."""
+"""`keep_best` keeps the weights with the best metric, also in resumed runs."""
 
 from pathlib import Path
 from types import ModuleType
@@ -13,7 +13,7 @@ SCORES = [1.0, 1.5, 1.9, 1.7, 1.8]  # before training, and after 2, 4, 6 and 8 s
 
 
 class Scored:
-    """Task with given scores, which records the evaluated weights."""
+    """Task with predefined scores, which records the weights of each evaluation."""
 
     def __init__(self, worker: ModuleType, scores: list[float] = SCORES) -> None:
         self.task = DrafterTask(worker.make_model(), None, evaluate_fn=self.measure)
@@ -50,11 +50,11 @@ def test_the_best_weights_are_kept(worker: ModuleType, tmp_path: Path, capfd: An
     assert not same(scored.task.module.model, scored.seen[8])
     assert "score 1.9 after step 4, 1.8 after the last step: the weights of step 4 are kept" in capfd.readouterr().err
     kept = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
-    assert kept == ["step-000004", "step-000008"], "the best one is not counted as one of the newest"
+    assert kept == ["step-000004", "step-000008"], "the best and the newest checkpoint are kept"
     again = Scored(worker)
     assert run(worker, again, tmp_path, save_every=save_every).kept_step == 4
     assert same(again.task.module.model, scored.seen[4])
-    assert not again.seen, "nothing is measured twice"
+    assert not again.seen, "a finished run was evaluated again"
 
 
 @pytest.mark.parametrize("stop_at", [4, 5, 6, 8])
@@ -73,7 +73,7 @@ def test_a_resumed_run_keeps_the_same_weights(worker: ModuleType, tmp_path: Path
 @pytest.mark.parametrize(
     ("scores", "keep_best", "kept", "shown"),
     [
-        ([1.0, 1.1, 1.2, 1.3, 1.3], "score", 8, ""),  # of equal ones the later
+        ([1.0, 1.1, 1.2, 1.3, 1.3], "score", 8, ""),  # the later one of equal scores
         (SCORES, None, 8, ""),
         ([2.0, 1.5, 1.4, 1.3, 1.2], "score", 0, "did not improve score over the initial weights"),
         ([1.0, 2.0, float("nan"), 1.5, 1.6], "score", 2, ""),

@@ -1,4 +1,4 @@
-"""Bad steps, failed workers and exhausted memory are reported, and the last checkpoint remains usable."""
+"""Bad steps and exhausted memory are reported, and the last checkpoint remains usable."""
 
 import math
 from collections.abc import Callable
@@ -15,7 +15,7 @@ Logged = Callable[..., list[Any]]
 
 
 def poisoned(worker: ModuleType, at: set[int], what: str, size: float = math.inf) -> Any:
-    """Return a task whose loss or gradient is bad in the steps `at` (from 1)."""
+    """Return a task whose loss is NaN or whose gradient is multiplied by `size` in the steps `at` (from 1)."""
     task = worker.SignallingTask(worker.make_model(), None)
     weight, begin, forward = task.module.model.model.norm.weight, task.begin, task.module.forward
     state = {"bad": False}
@@ -34,7 +34,7 @@ def poisoned(worker: ModuleType, at: set[int], what: str, size: float = math.inf
 
 
 @pytest.mark.parametrize("what", ["loss", "gradient"])
-def test_bad_steps_are_skipped_if_the_recipe_says_so(worker: ModuleType, tmp_path: Path, logged: Logged, what: str):
+def test_bad_steps_are_skipped_if_configured(worker: ModuleType, tmp_path: Path, logged: Logged, what: str):
     task = poisoned(worker, {2, 5}, what)
     weights: list[torch.Tensor] = []
     begin = task.begin
@@ -46,7 +46,7 @@ def test_bad_steps_are_skipped_if_the_recipe_says_so(worker: ModuleType, tmp_pat
     task.begin = remember
     result = fit(task, worker.make_data(), worker.make_config(on_bad_step="skip", warmup=0.0), tmp_path)
     changed = [not torch.equal(before, after) for before, after in pairwise(weights)]
-    assert changed == [True, False, True, True, False], "steps 2 and 5 changed nothing"
+    assert changed == [True, False, True, True, False], "steps 2 and 5 must not change the weights"
     assert result.steps == 6
     skipped = logged(tmp_path, "skipped")
     assert len(skipped) == 2
@@ -61,11 +61,11 @@ def test_fp16_overflow_is_explained(worker: ModuleType, tmp_path: Path):
         fit(poisoned(worker, {2}, "loss"), worker.make_data(), worker.make_config(precision="fp16"), tmp_path)
 
 
-def test_an_exploding_gradient_stops_where_a_limit_is_set(worker: ModuleType, tmp_path: Path, logged: Logged):
+def test_an_exploding_gradient_stops_a_run_with_a_limit(worker: ModuleType, tmp_path: Path, logged: Logged):
     with pytest.raises(TrainingError, match=r"max_norm 1000\.0 at step 4, blocks"):
         fit(poisoned(worker, {4}, "gradient", 1e6), worker.make_data(), worker.make_config(max_norm=1e3), tmp_path)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000002"]
-    # what a user does then: look, say skip, and go on from there
+    # the user then decides to skip the step and resumes
     config = worker.make_config(max_norm=1e3, on_bad_step="skip")
     result = fit(poisoned(worker, {4}, "gradient", 1e6), worker.make_data(), config, tmp_path)
     assert result.resumed_from == 2

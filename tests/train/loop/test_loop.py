@@ -1,4 +1,4 @@
-"""The training loop in one process: exact sums, exact resumption, and clear ends."""
+"""The training loop in one process: exact sums, exact resumption, and interruptions."""
 
 import dataclasses
 import json
@@ -38,9 +38,9 @@ def test_the_loss_falls_and_is_logged(worker: ModuleType, tmp_path: Path, logged
     losses = logged(tmp_path, "loss")
     assert len(losses) == 40
     assert result.last_loss < result.first_loss - 0.3
-    assert logged(tmp_path, "tokens")[-1] == result.tokens == 40 * 8 * 14, "padding does not count"
+    assert logged(tmp_path, "tokens")[-1] == result.tokens == 40 * 8 * 14, "padding must not be counted"
     evaluations = logged(tmp_path, "evaluation")
-    assert len(evaluations) == 3  # before training, after 20 steps, at the end
+    assert len(evaluations) == 3  # before training, after 20 steps, and at the end
     assert evaluations[-1] == result.metrics
     assert result.metrics.keys() == {"heldout_loss", "perplexity", "top1_accuracy", "top5_accuracy"}
     assert logged(tmp_path, "learning_rate")[0] == 0.0
@@ -69,7 +69,7 @@ def test_a_killed_and_resumed_run_equals_an_uninterrupted_one(worker: ModuleType
     assert logged(tmp_path / "killed") == logged(tmp_path / "whole")[:5]
     resumed, second = run(worker, tmp_path / "killed")
     assert second.resumed_from == 4
-    assert logged(tmp_path / "killed") == logged(tmp_path / "whole")  # bit for bit, every step once
+    assert logged(tmp_path / "killed") == logged(tmp_path / "whole")  # identical, with every step once
     assert logged(tmp_path / "killed", "step") == [*range(1, 7), 6]
     assert_same_weights(weights_of(resumed), weights_of(whole))
     assert second.metrics == result.metrics
@@ -90,7 +90,7 @@ def test_a_signal_saves_and_stops(worker: ModuleType, tmp_path: Path, logged: Lo
     assert_same_weights(weights_of(resumed), weights_of(whole))
 
 
-def test_the_second_ctrl_c_aborts_at_once(worker: ModuleType, tmp_path: Path):
+def test_the_second_ctrl_c_aborts_immediately(worker: ModuleType, tmp_path: Path):
     class Impatient(worker.SignallingTask):  # type: ignore[name-defined]
         def count(self, batch: Any) -> torch.Tensor:
             signal.raise_signal(signal.SIGINT)
@@ -101,10 +101,10 @@ def test_the_second_ctrl_c_aborts_at_once(worker: ModuleType, tmp_path: Path):
         fit(Impatient(worker.make_model(), None), worker.make_data(), worker.make_config(), tmp_path)
 
 
-def test_a_finished_run_returns_at_once(worker: ModuleType, tmp_path: Path, logged: Logged):
+def test_a_finished_run_returns_immediately(worker: ModuleType, tmp_path: Path, logged: Logged):
     first, result = run(worker, tmp_path)
     before = (tmp_path / "log.jsonl").read_text()
-    again, second = run(worker, tmp_path, at=1, number=signal.SIGKILL)  # a single step would end the test run
+    again, second = run(worker, tmp_path, at=1, number=signal.SIGKILL)  # any training step would kill the test run
     assert (tmp_path / "log.jsonl").read_text() == before
     assert dataclasses.replace(second, resumed_from=None) == result
     assert second.resumed_from == 6
@@ -198,7 +198,7 @@ def test_bf16_and_gradient_checkpointing_and_tied_embeddings(worker: ModuleType,
     assert results["bf16"] != results["plain"]
     model = worker.make_model(seed=9, tie_word_embeddings=True, attention_dropout=0.0)
     fit(worker.SignallingTask(model, None), data, worker.make_config(precision="bf16"), tmp_path / "bf16")
-    assert model.lm_head.weight is model.model.embed_tokens.weight  # the tied weights came back from the checkpoint
+    assert model.lm_head.weight is model.model.embed_tokens.weight  # weights from a checkpoint are still tied
 
 
 def test_a_write_that_fails_leaves_the_last_checkpoint(worker: ModuleType, tmp_path: Path):

@@ -1,4 +1,4 @@
-"""The loss of K heads equals that of K drafters, in bounded memory."""
+"""The loss of K heads equals that of K separate drafters and needs bounded memory."""
 
 import weakref
 from collections.abc import Iterable
@@ -23,7 +23,7 @@ WEIGHTS = [
 
 
 class Case:
-    """Random heads at positions 0, 1, ..., X − 1 of a longer block, taught by the target's state at t + 1 + k."""
+    """Random heads at X positions of a block; the teacher of head k is the target state at t + 1 + k."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32, frozen: bool = False) -> None:
         positions, heads, hidden, vocab = shape[:4]
@@ -34,7 +34,7 @@ class Case:
         self.labels[1::3, 0] = -100
         self.labels[::5] = -100
         if heads > 1:
-            self.labels[:, 1] = -100  # a head that nothing is known for
+            self.labels[:, 1] = -100  # a head without labels
         target = torch.randn(positions + heads + 3, hidden + 2), torch.randn(vocab, hidden + 2)
         self.teacher = DenseTeacher(*(tensor.to(dtype) for tensor in target))
         self.rows = torch.arange(positions)[:, None] + torch.arange(1, heads + 1)
@@ -46,7 +46,7 @@ class Case:
         return [tensor for tensor in (self.features, *self.projections) if tensor.requires_grad]
 
     def separate_sums(self, weights: dict[str, float], heat: float = 1.0) -> Tensor:
-        """Return each head's sum in float64, computed as for a drafter."""
+        """Compute the loss sum of each head in float64 with the loss of drafters."""
         target = self.teacher.hidden_XE.double() @ self.teacher.weight_VE.double().T
         sums = []
         for k, weight in enumerate(self.projections):
@@ -89,8 +89,8 @@ def test_each_head_equals_a_drafter(
 
 @pytest.mark.parametrize("weights", WEIGHTS, ids=lambda weights: "+".join(weights))
 @pytest.mark.parametrize("autocast", [False, True], ids=["bfloat16", "autocast"])
-def test_sixteen_bits_stay_close(weights: dict[str, float], autocast: bool):
-    """Parameters are bfloat16, or float32 under autocast, where their gradients are float32."""
+def test_losses_in_bfloat16_are_close(weights: dict[str, float], autocast: bool):
+    """Parameters and gradients are bfloat16, or float32 with autocast."""
     case = Case((65, 3, 32, 50), torch.float32 if autocast else torch.bfloat16)
     grads = torch.autograd.grad(case.separate_sums(weights).sum(), case.leaves)
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
@@ -114,8 +114,8 @@ def test_no_positions_and_no_labels_are_zero_with_zero_gradients(taught: bool):
 
 
 @pytest.mark.parametrize("weights", WEIGHTS[:2], ids=lambda weights: "+".join(weights))
-def test_a_projection_that_all_heads_share(weights: dict[str, float]):
-    """A trained projection gets the weighted sum of the heads' gradients, a frozen one gets none."""
+def test_all_heads_may_share_a_projection(weights: dict[str, float]):
+    """A trained shared projection gets the weighted sum of the gradients of all heads; a frozen one gets none."""
     for frozen in (False, True):
         case = Case((33, 3, 6, 17), frozen=frozen)
         case.projections = case.projections[:1] * 3
@@ -138,7 +138,7 @@ def test_heads_may_use_any_teacher_rows():
 
 
 class Watch(TorchDispatchMode):
-    """Dispatch mode that counts matrix products, and the bytes of all live tensors."""
+    """Dispatch mode that counts the FLOPs of matrix products and the bytes of all live tensors."""
 
     products = held = peak = 0
 
@@ -165,7 +165,7 @@ class Watch(TorchDispatchMode):
         self.held -= size
 
 
-def test_the_loss_holds_one_chunk_of_logits_for_all_heads():
+def test_the_loss_stores_one_chunk_of_logits_for_all_heads():
     positions, heads, hidden, vocab, chunk = 512, 4, 8, 4096, 64
     case = Case((positions, heads, hidden, vocab))
     case.labels = torch.randint(vocab, (positions, heads))
@@ -174,13 +174,13 @@ def test_the_loss_holds_one_chunk_of_logits_for_all_heads():
     for weights, chunks in (({"cross-entropy": 1.0}, 1), ({"forward-kl": 1.0}, 2)):
         with Watch() as watch:
             case.fused_sums(weights, chunk)[0].sum().backward()
-        blocks = 5 * 4 * BLOCK_ELEMENTS  # temporaries of the elementwise part
+        blocks = 5 * 4 * BLOCK_ELEMENTS  # temporary tensors of elementwise operations
         assert 4 * chunk * vocab < watch.peak <= gradients + chunks * 4 * chunk * vocab + blocks + (1 << 20)
         assert watch.peak < 4 * positions * heads * vocab / 3
 
 
 @pytest.mark.parametrize(("frozen", "each"), [(False, 3), (True, 2)])
-def test_the_teacher_is_computed_once_for_all_heads_and_nothing_twice(frozen: bool, each: int):
+def test_teacher_logits_are_computed_once_for_all_heads(frozen: bool, each: int):
     positions, heads, hidden, vocab = 96, 4, 8, 32
     case = Case((positions, heads, hidden, vocab), frozen=frozen)
     case.labels = torch.randint(vocab, (positions, heads))

@@ -1,4 +1,4 @@
-"""Objectives and chunked losses equal autograd of their formulas, without the logits of a whole batch."""
+"""Objectives and chunked losses equal autograd of their formulas, and never allocate all logits."""
 
 import math
 from collections.abc import Callable
@@ -57,7 +57,7 @@ LITERAL: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def naive(name: str, drafter: Tensor, target: Tensor) -> Tensor:
-    """Return the objective as a formula of the probabilities q and p, summed over positions."""
+    """Compute the objective by its formula from the probabilities q and p, summed over positions."""
     return LITERAL[name](target, drafter).sum()
 
 
@@ -70,7 +70,7 @@ def literal(name: str, logits_XV: Tensor, teacher_XV: Tensor, labels_X: Tensor, 
 
 
 def coarse(probs_XV: Tensor, ids_XK: Tensor) -> Tensor:
-    """Return the probabilities of the events "token ids_k" and "any other"."""
+    """Return the probabilities of the tokens `ids_XK`, and of all other tokens together."""
     others_XV = torch.ones_like(probs_XV).scatter(1, ids_XK, 0.0)
     return torch.cat([probs_XV.gather(1, ids_XK), (probs_XV * others_XV).sum(1, keepdim=True)], 1)
 
@@ -133,7 +133,7 @@ def test_a_mixture_is_the_weighted_sum_also_of_given_logits():
 @pytest.mark.parametrize("name", TAUGHT)
 @pytest.mark.parametrize("kept", [1, 4, 16])
 def test_top_k_merges_the_other_tokens(name: str, kept: int):
-    """It is compared with autograd through sums of probabilities, for dense and sparse teachers."""
+    """Losses of dense and sparse teachers equal autograd with the summed probability of the other tokens."""
     (hidden_XD, weight_VD), teacher, labels_X = inputs(23, 6, 17, torch.float64)
     target = logits_of(teacher).softmax(1)
     ids = target.topk(kept, dim=1).indices
@@ -156,7 +156,7 @@ def test_top_k_merges_the_other_tokens(name: str, kept: int):
 
 @pytest.mark.parametrize("name", [name for name in TAUGHT if name != "reverse-kl"])
 def test_top_k_with_a_negligible_rest_equals_the_whole_distribution(name: str):
-    """The rest has probability 0, 1e-9, or less than 0 by rounding."""
+    """The other tokens have probability 0, 1e-9, or below 0 by rounding."""
     torch.manual_seed(1)
     logits = torch.randn(6, 30, requires_grad=True)
     labels = torch.zeros(6, dtype=torch.int64)
@@ -187,7 +187,7 @@ def test_frozen_inputs_get_no_gradient():
 
 
 def test_the_weight_may_be_freed_before_the_backward_pass():
-    """DeepSpeed's ZeRO-3 frees a gathered parameter after the forward pass."""
+    """DeepSpeed ZeRO-3 frees gathered parameters after the forward pass."""
     (hidden_XD, weight_VD), teacher, labels_X = inputs(30, 8, 19)
     weights = {"cross-entropy": 0.5, "lk-lambda": 1.0}
     expected = torch.autograd.grad(mixture(weights, hidden_XD, weight_VD, labels_X, teacher)[0], [hidden_XD, weight_VD])
@@ -281,8 +281,8 @@ def test_head_k_is_trained_on_the_token_k_plus_2_ahead():
     tokens = [[10, 11, 12, 13, 14, 20, 21, 22]]
     documents = torch.tensor([[0, 0, 0, 0, 0, 1, 1, 1]])
     labels = torch.tensor(tokens)
-    labels[0, 3] = -100  # token 13 is not trained on
-    labels[0, [0, 5]] = -100  # nothing predicts the first token of a document
+    labels[0, 3] = -100  # token 13 is not supervised
+    labels[0, [0, 5]] = -100  # the first token of a document has no predecessor
     none = -100
     assert shifted_labels(labels, documents, 1).tolist() == [[11, 12, none, 14, none, 21, 22, none]]
     assert head_labels(labels, documents, 3).tolist() == [
@@ -317,19 +317,19 @@ def test_objectives_equal_autograd_of_the_formula(name: str, rows: int, vocab: i
     loss, found = DIVERGENCES[name](log_drafter, log_teacher)
     torch.testing.assert_close(loss, expected.detach(), rtol=1e-9, atol=1e-11)
     torch.testing.assert_close(found, grad, rtol=1e-7, atol=1e-10)
-    assert torch.equal(log_drafter, before[0])  # pure
+    assert torch.equal(log_drafter, before[0])  # inputs are unchanged
     assert torch.equal(log_teacher, before[1])
     narrow, narrow_grad = DIVERGENCES[name](log_drafter.float(), log_teacher.float())
     torch.testing.assert_close(narrow.double(), loss, rtol=1e-4, atol=1e-5)
-    kinks = (log_drafter - log_teacher).abs() < 1e-4  # where float32 may see the other side of a minimum
+    kinks = (log_drafter - log_teacher).abs() < 1e-4  # where float32 rounding may change the sign
     if not kinks.any():
         torch.testing.assert_close(narrow_grad.double(), found, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", DIVERGENCES)
 @pytest.mark.parametrize("scale", [1.0, 30.0, 1e4])
-def test_extremes_stay_finite(name: str, scale: float):
-    """Teachers are one-hot, top-k, or have the lowest finite float. Drafters underflow."""
+def test_losses_of_extreme_logits_are_finite(name: str, scale: float):
+    """Teachers are one-hot, top-k, or have the lowest finite logits; probabilities of the drafter underflow."""
     torch.manual_seed(3)
     logits = scale * torch.randn(5, 17)
     teacher = scale * torch.randn(5, 17)
@@ -341,13 +341,13 @@ def test_extremes_stay_finite(name: str, scale: float):
     assert torch.isfinite(loss).all(), (name, loss)
     assert torch.isfinite(grad).all(), (name, grad)
     assert (loss > -1e-5).all()
-    assert grad.sum(1).abs().max() < 1e-3 * max(1.0, scale)  # adding a constant to the logits changes nothing
+    assert grad.sum(1).abs().max() < 1e-3 * max(1.0, scale)  # the loss is invariant to a constant added to logits
     assert abs(float(loss[3])) < 1e-5
     assert grad[3].abs().max() < 1e-5
 
 
-def test_true_values_at_the_extremes():
-    """The drafter gives the only possible token e^−600, which underflows float32."""
+def test_values_for_extreme_logits():
+    """The drafter gives the only possible token a probability of e^−600, which underflows in float32."""
     logits = torch.tensor([[-600.0, 0.0, 0.0]])
     teacher = torch.tensor([[0.0, -torch.inf, -torch.inf]])
     surprise = 600 + math.log(2)
@@ -358,7 +358,7 @@ def test_true_values_at_the_extremes():
         ("lk-lambda", surprise, pull),  # α = 0: λ = 1
         ("total-variation", 1.0, 0 * pull),
         ("jensen-shannon", math.log(2), 0 * pull),
-        ("reverse-kl", -math.log(2) - LOG_FLOOR, 0 * pull),  # infinite, and clamped
+        ("reverse-kl", -math.log(2) - LOG_FLOOR, 0 * pull),  # infinite without clamping
     ]:
         loss, grad = scored(name, logits, teacher)
         torch.testing.assert_close(loss, torch.tensor([value]), rtol=1e-6, atol=1e-5)

@@ -1,4 +1,4 @@
-"""Draft vocabularies in the losses."""
+"""Losses with a draft vocabulary."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from draftsmith.train.losses.objectives import OBJECTIVES
 
 @pytest.mark.parametrize("objective", list(OBJECTIVES))
 @pytest.mark.parametrize("whole_logits", [False, True])
-def test_a_draft_vocabulary_is_learned_as_a_smaller_vocabulary(objective: str, whole_logits: bool) -> None:
+def test_a_draft_vocabulary_equals_a_smaller_vocabulary(objective: str, whole_logits: bool) -> None:
     torch.manual_seed(0)
     ids = torch.tensor([0, 2, 3, 7, 8, 11])
     hidden_XD, weight_VD = torch.randn(9, 5), torch.randn(12, 5, requires_grad=True)
@@ -38,7 +38,7 @@ def test_a_draft_vocabulary_is_learned_as_a_smaller_vocabulary(objective: str, w
 
 @pytest.mark.parametrize("objective", list(OBJECTIVES))
 def test_a_draft_vocabulary_learns_from_a_teachers_top_k(objective: str) -> None:
-    """The rest of the probability is spread evenly over the tokens that the teacher does not name."""
+    """The remaining probability is spread evenly over the draft tokens outside the teacher's top k."""
     torch.manual_seed(0)
     ids = torch.tensor([0, 2, 3, 5, 7, 8, 11])
     hidden_XD, weight_VD = torch.randn(30, 5), torch.randn(12, 5, requires_grad=True)

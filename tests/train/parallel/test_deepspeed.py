@@ -1,7 +1,7 @@
-"""ZeRO 1, 2 and 3 on two processes give the results of one process, and checkpoints that all can resume from.
+"""ZeRO 1, 2 and 3 with two processes equal one process, and their checkpoints can be resumed in any mode.
 
-Sums over two processes and over flat shards are rounded in another order than those of one: a float32 loss of 3.5 moves
-by a few of its last bits (2e-7 each), after six steps by 1e-6 at most; ten times that is allowed.
+Sums over two processes and over flat shards are rounded in a different order: a float32 loss of 3.5 changes by a few
+last bits (2e-7 each), and by at most 1e-6 after six steps. The tolerance is ten times larger.
 """
 
 import json
@@ -23,7 +23,7 @@ pytest.importorskip("deepspeed")
 LOSS = {"abs": 1e-5}
 NORM = {"rel": 1e-5}
 SETTINGS = {"micro_batch": 2, "save_every": 3, "clip_norm": 0.5}  # every gradient is clipped
-# 33 tokens by 17: sizes that two processes do not divide evenly; tied: the projection is the embedding
+# sizes that cannot be divided evenly by two processes
 UNEVEN = {
     "hidden_size": 17,
     "intermediate_size": 33,
@@ -42,7 +42,7 @@ STAGES = pytest.mark.parametrize("stage", [3, *(pytest.param(stage, marks=pytest
 
 @dataclass(frozen=True)
 class Runs:
-    """Directories and reports of the jobs of each stage, which is launched on first use."""
+    """Directories and reports of the jobs of each ZeRO stage; a stage is launched on first use."""
 
     folder: Path
     begun: Path
@@ -51,7 +51,7 @@ class Runs:
 
     def report(self, stage: int, name: str) -> dict[str, Any]:
         if stage not in self.results:
-            # "resumed" goes on from what another stage (or one process) has saved
+            # "resumed" continues a run of a different stage (or of one process)
             before = self.folder / f"zero{next(iter(self.results))}" / "untied" if self.results else self.begun
             as_if_killed(before, self.folder / f"zero{stage}" / "resumed")
             jobs = [job | {"config": SETTINGS | job.get("config", {})} for job in JOBS]
@@ -67,7 +67,7 @@ class Runs:
 
 
 def as_if_killed(state: Path, target: Path) -> None:
-    """Return a copy of a finished run's state folder as it was after step 3 of 6."""
+    """Copy the state folder of a finished run as it was after step 3 of 6."""
     shutil.copytree(state, target)
     shutil.rmtree(target / "checkpoints" / "step-000006")
 
@@ -149,9 +149,9 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(
 
 
 @STAGES
-def test_weights_are_sharded_by_zero_3_while_training_and_whole_for_evaluation_and_at_the_end(runs: Runs, stage: int):
+def test_zero_3_shards_weights_only_during_training(runs: Runs, stage: int):
     report = runs.report(stage, "untied")
-    assert report["between_steps"] == (21 if stage == 3 else 0)  # all of them
+    assert report["between_steps"] == (21 if stage == 3 else 0)  # all parameters
     assert report["in_evaluation"] == 0
     assert report["afterwards"] == 0
     assert report["gradients"]
@@ -167,7 +167,7 @@ def test_a_bad_gradient_is_skipped_or_stops_the_run_before_the_weights_change(
         {line["step"]: line["skipped"] for line in map(json.loads, (state / "log.jsonl").open()) if "skipped" in line}
         for state in (runs.state(stage, "skipping"), alone)
     ]
-    assert set(lines[0]) == {2, 4}  # above max_norm; not a number
+    assert set(lines[0]) == {2, 4}  # a norm above max_norm, and NaN
     assert lines[0].keys() == lines[1].keys()
     assert logged(runs.state(stage, "skipping")) == pytest.approx(logged(alone), **LOSS)
 
@@ -185,12 +185,12 @@ def test_a_stopped_run_resumes_to_the_same_weights(runs: Runs, logged: Logged, s
     weights = runs.weights(stage, "went on")
     assert all(torch.equal(weights[name], tensor) for name, tensor in runs.weights(stage, "untied").items())
     assert {tensor.dtype for tensor in runs.weights(stage, "bf16").values()} == {torch.bfloat16}
-    # 8 bits of mantissa in weights and activations: losses near those of float32
+    # bfloat16 has 8 bits of mantissa
     assert logged(runs.state(stage, "bf16")) == pytest.approx(logged(runs.state(stage, "untied")), abs=5e-3)
 
 
 @STAGES
-def test_a_run_resumes_under_another_kind_of_parallelism(
+def test_a_run_resumes_with_a_different_kind_of_parallelism(
     runs: Runs, one: Callable[..., Path], worker: ModuleType, logged: Logged, stage: int, tmp_path: Path
 ):
     alone = one("untied", model=UNEVEN)
@@ -211,7 +211,7 @@ def test_heads_and_medusa2_resume_to_the_same_weights(launch_zero: Launch, logge
     common = {"model": UNEVEN, "config": SETTINGS | {"steps": 4, "save_every": 2}}
     kinds = {"heads": {"task": "heads"}, "medusa2": {"task": "medusa2"}}
     stops = [("heads", 3), ("medusa2", 1), ("medusa2", 3)]
-    # the others, in float32, come after it in the same processes
+    # float32 jobs follow it in the same processes
     jobs = [common | kinds["heads"] | {"name": "bf16", "config": common["config"] | {"precision": "bf16"}}]
     jobs += [common | options | {"name": kind} for kind, options in kinds.items()]
     for kind, at in stops:
@@ -219,7 +219,7 @@ def test_heads_and_medusa2_resume_to_the_same_weights(launch_zero: Launch, logge
         jobs.append(common | kinds[kind] | {"name": f"{kind} {at} went on", "folder": f"{kind} {at}"})
     report = launch_zero(tmp_path, 3, jobs)
     for kind, at in stops:
-        assert report[kind]["afterwards"] == 0, "all weights are whole at the end"
+        assert report[kind]["afterwards"] == 0, "weights must not be sharded at the end"
         assert report[f"{kind} {at}"]["error"].startswith(f"Interrupted: stopped by SIGTERM after step {at} of 4")
         assert report[f"{kind} {at} went on"]["resumed_from"] == at
         assert logged(tmp_path / f"{kind} {at}") == logged(tmp_path / kind)
@@ -235,4 +235,4 @@ def test_heads_and_medusa2_resume_to_the_same_weights(launch_zero: Launch, logge
     assert medusa2.keys() - adapters == heads.keys()
     assert all("lora_" in name for name in adapters)
     changed = [bool(tensor.any()) for name, tensor in medusa2.items() if "lora_B" in name]
-    assert changed and all(changed), "adapters begin as nothing"  # noqa: PT018
+    assert changed and all(changed), "adapters are initialised with zeros"  # noqa: PT018

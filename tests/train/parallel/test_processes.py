@@ -1,4 +1,4 @@
-"""Two processes give the results of one."""
+"""Two processes give the same results as one."""
 
 import json
 import os
@@ -31,7 +31,7 @@ def test_two_processes_stopped_and_resumed_equal_one(
     options = {"state_dir": str(two), "weights": str(tmp_path / "two.safetensors"), "dropout": 0.0}
     options |= {"config": {"micro_batch": 2}}
 
-    # a signal to one of them stops both after the same step
+    # a signal to one process stops both after the same step
     stopped = launch(options | {"kill_at": 3, "signal": int(signal.SIGTERM), "kill_rank": 1})
     assert stopped.returncode != 0
     assert "Interrupted: stopped by SIGTERM after step 3 of 6" in stopped.stderr
@@ -50,7 +50,7 @@ def test_two_processes_stopped_and_resumed_equal_one(
     for name, tensor in load_file(tmp_path / "two.safetensors").items():
         torch.testing.assert_close(tensor, task.module.state_dict()[name], rtol=1e-3, atol=1e-5)
 
-    # one process loads what two have stored
+    # one process loads the checkpoint of two
     again = worker.SignallingTask(worker.make_model(seed=3, attention_dropout=0.0), None)
     assert fit(again, worker.make_data(), worker.make_config(), two).resumed_from == 6
     for name, tensor in load_file(tmp_path / "two.safetensors").items():

@@ -1,4 +1,4 @@
-"""Counting in bounded memory compared with a plain Counter: split, spilled, killed and resumed."""
+"""Counting in bounded memory equals a Counter, even if it is split, spilled, killed and resumed."""
 
 import contextlib
 import json
@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 TINY = [2e-4, 1e-3, 1e-2, 1.0]
-"""Mebibytes: from some keys a buffer to more than everything."""
+"""Memory in MiB: from a buffer of a few keys to more than the whole corpus."""
 
 
 def packed(documents: list[list[int]], dtype: str = "int32") -> tuple[np.ndarray, np.ndarray]:
@@ -29,7 +29,7 @@ def packed(documents: list[list[int]], dtype: str = "int32") -> tuple[np.ndarray
 
 
 def brute_table(documents: list[list[int]], vocab_size: int, path: Path) -> bytes:
-    """Return the file of a table that is counted pair by pair."""
+    """Count a table pair by pair with a Counter and return the content of its file."""
     pairs = Counter(left * vocab_size + right for document in documents for left, right in pairwise(document))
     keys = sorted(pairs)
     run = (np.array(keys, dtype=key_dtype(vocab_size)), np.array([pairs[key] for key in keys], dtype=np.int64))
@@ -41,13 +41,13 @@ def brute_table(documents: list[list[int]], vocab_size: int, path: Path) -> byte
 
 
 def merged(folders: list[Path], vocab_size: int, out: Path) -> bytes:
-    """Return the file of all counts in the folders."""
+    """Merge the counts in the folders and return the content of the table file."""
     merge_counts(folders, vocab_size, out / "table")
     return (out / "table").read_bytes()
 
 
 def remove(folder: Path) -> None:
-    """Delete a folder into which a dropped counter may still be writing."""
+    """Delete a folder to which an abandoned counter may still be writing."""
 
     def passing(_: Any, __: str, raised: Any) -> None:
         if not isinstance(raised[1], FileNotFoundError):
@@ -86,7 +86,7 @@ def test_all_ways_of_counting_give_the_same_bytes(tmp_path_factory: pytest.TempP
 def count_any_way(tmp: Path, corpus: tuple[int, list[list[int]]], seed: int, ranks: int, memory: float) -> None:
     """Count documents by rank in batches of random sizes, with random interruptions.
 
-    How far a dropped counter came depends on its threads, so that hypothesis gives a seed and not each choice.
+    The progress of an abandoned counter depends on its threads, so that hypothesis draws a seed only.
     """
     vocab_size, documents = corpus
     choices = random.Random(seed)
@@ -102,13 +102,13 @@ def count_any_way(tmp: Path, corpus: tuple[int, list[list[int]]], seed: int, ran
             if what == "spill":
                 counter.spill()
             elif what != "go on":
-                if what == "copy":  # what a machine that died would leave
+                if what == "copy":  # files as left by a machine that crashed
                     (folder / "run-unfinished").write_bytes(b"half a run")
                     copied(folder, tmp / "copy")
                     counter.close()
                     remove(folder)
                     (tmp / "copy").rename(folder)
-                del counter  # which gives its lock back
+                del counter  # releases its lock
                 counter = PairCounter(vocab_size, folder, memory)
                 assert not (folder / "run-unfinished").exists()
                 done = 0 if counter.position is None else counter.position["next"]
@@ -129,7 +129,7 @@ def zipf_documents(number: int, vocab_size: int, seed: int = 0) -> list[list[int
     return [(rng.zipf(1.4, size=size) % vocab_size).tolist() for size in rng.integers(0, 300, number)]
 
 
-def test_an_invalid_token_is_named_and_its_call_not_counted(tmp_path: Path) -> None:
+def test_a_call_with_an_invalid_token_is_not_counted(tmp_path: Path) -> None:
     with PairCounter(11, tmp_path / "count") as counter:
         counter.add(*packed([[1, 2], [3]]), 2)
         with pytest.raises(ValueError, match=r"\b4\b.* -7\b.*\b11\b"):
@@ -160,14 +160,14 @@ def test_damaged_files_are_refused_and_named(tmp_path: Path, damage: str) -> Non
         with pytest.raises(ValueError, match=path.name) as caught:
             attempt()
     path.write_bytes(content)
-    with PairCounter(500, tmp_path) as counter:  # while the error, and what it refers to, is still there
+    with PairCounter(500, tmp_path) as counter:  # the failed call must not keep the lock
         assert (counter.documents, path.name in str(caught.value)) == (15, True)
     (tmp_path / INDEX).write_text("{")
     with pytest.raises(ValueError, match=INDEX):
         PairCounter(500, tmp_path)
 
 
-def test_what_cannot_be_counted_is_refused(tmp_path: Path) -> None:
+def test_other_vocabularies_and_second_counters_are_refused(tmp_path: Path) -> None:
     folder_of_runs(tmp_path)
     with pytest.raises(ValueError, match=r"500 .* 501"):
         PairCounter(501, tmp_path)

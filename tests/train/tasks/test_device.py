@@ -1,6 +1,6 @@
-"""A training step on a pretended CUDA device leaves no tensor on the CPU and synchronises a few times.
+"""A training step on a simulated CUDA device uses no tensors on the CPU and rarely synchronises.
 
-What it waits for is which rows have labels: a loss computes no others. Of heads, each asks.
+The host waits only for the indices of rows with labels, since losses of other rows are not computed.
 """
 
 from collections.abc import Callable
@@ -42,7 +42,7 @@ TASKS: dict[str, Callable[[ModuleType], Any]] = {
 
 
 def step(task: Any, batch: Any, device: str) -> tuple[float, list[torch.Tensor]]:
-    """Return the loss of a step, and the weights after it."""
+    """Take a training step; return the loss and the trained weights."""
     task.move_to(device)
     task.module.to(device)
     weights = [weight for weight in task.module.parameters() if weight.requires_grad]

@@ -47,7 +47,7 @@ def test_evaluation_measures_loss_overlap_and_given_metrics(worker: ModuleType):
         return {"tokens_per_step": 2.1}
 
     data = worker.make_data(5)
-    # one that equals it
+    # the teacher equals the drafter
     task = DrafterTask(drafter, data, eval_teacher=ModelTeacher(sharp(worker)), evaluate_fn=measure)
     metrics = task.evaluate(task.module)
     assert seen == [drafter]
@@ -61,8 +61,8 @@ def test_evaluation_measures_loss_overlap_and_given_metrics(worker: ModuleType):
     assert metrics["heldout_loss"] == pytest.approx(float(loss.detach()) / int(count), rel=1e-5)
 
 
-def test_objective_weights_follow_the_progress(worker: ModuleType, tmp_path: Path, logged: Callable[..., list[Any]]):
-    """Cross-entropy fades out over the first half of the run."""
+def test_objective_weights_follow_their_schedule(worker: ModuleType, tmp_path: Path, logged: Callable[..., list[Any]]):
+    """The weight of cross-entropy decreases to 0 over the first half of the run."""
     teacher = ModelTeacher(worker.make_model(2))
     objective = {"cross-entropy": [1.0, 0.0, 0.5], "total-variation": [0.0, 1.0]}
     config = worker.make_config(steps=4, learning_rate=1e-12, warmup=0.0)

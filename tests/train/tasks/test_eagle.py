@@ -29,7 +29,7 @@ def task_of(worker: ModuleType, proposed: int | None, objective: str, target: An
 @pytest.mark.parametrize("proposed", [None, 2])
 @pytest.mark.parametrize("objective", ["cross-entropy", "forward-kl"])
 def test_documents_are_trained_independently(worker: ModuleType, proposed: int | None, objective: str):
-    """Step k at position t learns token t + 2 + k, or the target's distribution of it."""
+    """Step k at position t learns token t + 2 + k, or its distribution by the target."""
     task = task_of(worker, proposed, objective)
     heads, batch = task.module.heads, worker.make_data(3).batch(range(3))
     assert isinstance(heads, EagleHeads)
@@ -64,7 +64,7 @@ def test_documents_are_trained_independently(worker: ModuleType, proposed: int |
 
 
 def test_trained_heads_are_accepted(worker: ModuleType, make_llama: Any):
-    """The heads overfit the target's texts, which are then decoded in a third of the steps with γ = 2."""
+    """Heads that overfit texts of the target decode them in fewer than half of the steps with γ = 2."""
     task = task_of(worker, None, "forward-kl", make_llama(worker.VOCAB, sharpness=2.0))
     heads, module = task.module.heads, task.module
     assert isinstance(heads, EagleHeads)

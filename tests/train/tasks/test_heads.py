@@ -46,7 +46,7 @@ def test_only_the_heads_are_trained_and_stored(worker: ModuleType, task: HeadsTa
 
 @pytest.mark.parametrize(
     ("projection", "states", "objective", "proposed"),
-    [  # the target's own projection reads states after the norm
+    [  # the projection of the target requires post-norm states
         ("own", "after-norm", "cross-entropy", None),
         ("own", "after-norm", "forward-kl", None),
         ("own", "before-norm", "forward-kl", None),
@@ -60,7 +60,7 @@ def test_only_the_heads_are_trained_and_stored(worker: ModuleType, task: HeadsTa
 def test_head_k_learns_the_token_k_plus_2_ahead(
     worker: ModuleType, projection: str, states: str, objective: str, proposed: int | None
 ):
-    """With `proposed`, the distributions are restricted to some tokens."""
+    """With `proposed`, distributions are restricted to a draft vocabulary."""
     target = worker.make_model()
     rank = 5 if projection == "low-rank" else 0
     heads = PredictionHeads.from_lm_head(target.lm_head.weight.detach(), HEADS, 1, projection, rank, states)
@@ -107,7 +107,7 @@ OWN_LOGITS: dict[str, dict[str, Any]] = {
 }
 
 
-def target_with_own_logits(family: str, vocab_size: int) -> Any:
+def target_with_changed_logits(family: str, vocab_size: int) -> Any:
     """Return a target whose logits are scaled, capped, or have a bias."""
     sizes = {"vocab_size": vocab_size, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
     sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0}
@@ -123,7 +123,7 @@ def target_with_own_logits(family: str, vocab_size: int) -> Any:
 
 @pytest.mark.parametrize("family", OWN_LOGITS)
 def test_soft_targets_equal_the_models_distributions(worker: ModuleType, family: str):
-    target = target_with_own_logits(family, worker.VOCAB)
+    target = target_with_changed_logits(family, worker.VOCAB)
     heads = PredictionHeads.from_lm_head(target.get_output_embeddings().weight.detach(), HEADS, 1)
     module = HeadsTask(target, heads, None, objective={"forward-kl": 1.0}).module
     batch = worker.make_data(2).batch([0])
@@ -138,8 +138,8 @@ def test_soft_targets_equal_the_models_distributions(worker: ModuleType, family:
 @pytest.mark.parametrize("proposed", [None, 3])
 @pytest.mark.parametrize("family", OWN_LOGITS)
 def test_heads_with_the_targets_projection_give_its_logits(worker: ModuleType, family: str, proposed: int | None):
-    """Heads with zero residual blocks give the target's logits for its hidden states."""
-    target = target_with_own_logits(family, worker.VOCAB)
+    """Heads whose residual blocks are zero give the logits of the target."""
+    target = target_with_changed_logits(family, worker.VOCAB)
     heads = PredictionHeads(HEADS, 1, 16, None, projection="target").eval()
     kept = torch.arange(0, worker.VOCAB, proposed or 1)
     heads.propose(kept if proposed else None)
@@ -172,7 +172,7 @@ def test_unknown_output_layers_are_refused(worker: ModuleType):
     sizes = {"vocab_size": worker.VOCAB, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
     sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "pad_token_id": 0}
     target = AutoModelForCausalLM.from_config(AutoConfig.for_model("cohere", logit_scale=0.2, **sizes))
-    target.logit_scale = 0.3  # what the configuration does not say
+    target.logit_scale = 0.3  # differs from the configuration
     heads = PredictionHeads.from_lm_head(target.get_output_embeddings().weight.detach(), HEADS, 1)
     with pytest.raises(ValueError, match="cohere"):
         HeadsTask(target, heads, None, objective={"forward-kl": 1.0})

@@ -1,4 +1,4 @@
-"""Joint training of a target and its heads: stages, losses and checkpoints."""
+"""Joint training of a target and its heads (Medusa-2): stages, losses and checkpoints."""
 
 import math
 from pathlib import Path
@@ -45,8 +45,8 @@ def test_the_weight_of_the_heads_loss_follows_its_schedule():
     assert Medusa2(heads_only=0, warmup=0).heads_loss_weight(0) == 0.2
 
 
-def test_the_loss_sums_heads_labels_and_divergence(worker: ModuleType):
-    """It is compared with a model with merged adapters and with the original one."""
+def test_the_loss_is_the_sum_of_heads_labels_and_divergence(worker: ModuleType):
+    """The loss equals one computed from the target with adapters and from the original model."""
     task = make_task(worker, trained=True)
     module = task.module.eval()
     assert isinstance(module, Medusa2Module)
@@ -88,14 +88,16 @@ def test_the_target_is_unchanged_in_the_first_stage(worker: ModuleType, tmp_path
     sums.sum().backward()
     assert all(float(p.grad.abs().sum()) == 0 for name, p in task.target.named_parameters() if "lora_" in name)  # type: ignore[union-attr]
     task.module.zero_grad()
-    fit(task, worker.make_data(), worker.make_config(steps=5, save_every=5), tmp_path / "a")  # 0.5 of five: three steps
+    fit(
+        task, worker.make_data(), worker.make_config(steps=5, save_every=5), tmp_path / "a"
+    )  # heads only: 3 steps
     assert any(not torch.equal(before[name], value) for name, value in adapters(task).items())
     alone = make_task(worker, Medusa2(heads_only=0.99, warmup=0))
     fit(alone, worker.make_data(), worker.make_config(steps=5, save_every=5), tmp_path / "b")
     assert all(torch.equal(before[name], value) for name, value in adapters(alone).items())
 
 
-def test_checkpoints_hold_heads_and_adapters(worker: ModuleType, tmp_path: Path):
+def test_checkpoints_contain_heads_and_adapters(worker: ModuleType, tmp_path: Path):
     task = make_task(worker)
     fit(task, worker.make_data(), worker.make_config(steps=2, save_every=2), tmp_path)
     with safe_open(tmp_path / "checkpoints" / "step-000002" / "model.safetensors", "pt") as stored:

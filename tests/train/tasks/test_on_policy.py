@@ -17,7 +17,7 @@ from scipy.stats import chisquare
 
 
 def documents(batch: Batch, row: int) -> dict[int, tuple[list[int], list[int]]]:
-    """Return tokens and labels of each document of a row, by number."""
+    """Return the tokens and labels of each document of a row, by document number."""
     found = {}
     for number in batch.documents_BT[row].unique().tolist():
         if number != PADDING:
@@ -29,7 +29,7 @@ def documents(batch: Batch, row: int) -> dict[int, tuple[list[int], list[int]]]:
 def test_chosen_rows_end_in_sampled_responses(worker: ModuleType):
     model = worker.make_model(initializer_range=0.3)
     whole = worker.make_data(8).batch(range(8))
-    options = OnPolicy(share=0.5, new_tokens=5, temperature=1e-3)  # as good as greedy
+    options = OnPolicy(share=0.5, new_tokens=5, temperature=1e-3)  # practically greedy
     changed = rewrite(model, whole, np.arange(8), 8, (0, 3), options)
     rows_changed = 0
     for row in range(8):
@@ -37,14 +37,14 @@ def test_chosen_rows_end_in_sampled_responses(worker: ModuleType):
         if before == after:
             continue
         rows_changed += 1
-        assert after, "a chosen row keeps documents"
+        assert after, "a chosen row must contain documents"
         for number, (ids, labels) in after.items():
             start = next(place for place, label in enumerate(labels) if label != IGNORED)
             old_ids, old_labels = before[number]
-            assert ids[:start] == old_ids[:start], "what comes before the answer stays"
-            assert old_labels[start] != IGNORED, "an answer began there"
+            assert ids[:start] == old_ids[:start], "text before the answer must not change"
+            assert old_labels[start] != IGNORED, "the original answer starts there"
             assert old_labels[start - 1] == IGNORED
-            assert labels[start:] == ids[start:], "all of the answer is trained on, nothing before it"
+            assert labels[start:] == ids[start:], "the whole answer must be supervised"
             assert len(ids) <= min(len(old_ids), start + 5)
             with torch.no_grad():
                 greedy = model(torch.tensor([ids])).logits[0].argmax(-1).tolist()
@@ -52,7 +52,7 @@ def test_chosen_rows_end_in_sampled_responses(worker: ModuleType):
     assert rows_changed == 4
 
 
-def test_any_split_of_the_rows_samples_the_same(worker: ModuleType):
+def test_samples_do_not_depend_on_the_split_of_rows(worker: ModuleType):
     model = worker.make_model(initializer_range=0.1)
     whole, options = worker.make_data(8).batch(range(8)), OnPolicy(share=0.75, new_tokens=8)
     together = rewrite(model, whole, np.arange(8), 8, (1, 2), options)
@@ -66,7 +66,7 @@ def test_any_split_of_the_rows_samples_the_same(worker: ModuleType):
 
 
 def test_answers_follow_the_drafters_distribution(worker: ModuleType):
-    """A chi-square test over the first tokens of 2,000 answers fails by chance once in a million."""
+    """The chi-square test of the first tokens of 2,000 answers has a false-positive rate of 1e-6."""
     model = worker.make_model(initializer_range=0.2).eval()
     tokens = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
     labels = torch.tensor([[IGNORED] * 4 + [5, 9, 2, 6]])

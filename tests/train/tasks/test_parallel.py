@@ -22,7 +22,7 @@ def sharp(worker: ModuleType, seed: int = 0, **overrides: Any) -> Any:
 
 
 def chains(longer: ExtendedBatch, length: int, row: int) -> list[tuple[int, int, int]]:
-    """Return the position, prefix end and distance of each mask token of a row."""
+    """Return the position, prefix end and distance from it of each mask token in a row."""
     found = []
     visible_LL = longer.batch.visible_BTT[row]
     for place in range(length, visible_LL.shape[1]):
@@ -54,7 +54,7 @@ def test_mask_tokens_have_the_states_of_separate_texts(worker: ModuleType, atten
 
 
 def test_mask_tokens_learn_the_targets_distributions(worker: ModuleType) -> None:
-    """The loss is the mean over all positions times the number of supervised tokens."""
+    """The loss is the mean over all positions, including mask tokens, times the number of supervised tokens."""
     drafter, target = sharp(worker), sharp(worker, seed=5, num_hidden_layers=3)
     task = DrafterTask(
         drafter, worker.make_data(4, LENGTH), {"forward-kl": 1.0}, ModelTeacher(target), parallel=PARALLEL
@@ -84,7 +84,7 @@ def test_mask_tokens_learn_the_targets_distributions(worker: ModuleType) -> None
     loss.backward()
 
 
-def test_shares_of_mask_tokens_fall_and_do_not_depend_on_the_batch(worker: ModuleType) -> None:
+def test_shares_of_mask_tokens_decrease_and_do_not_depend_on_the_batch(worker: ModuleType) -> None:
     data = worker.make_data(40, LENGTH)
     together = data.batch(range(data.blocks))
     length = together.tokens_BT.shape[1]

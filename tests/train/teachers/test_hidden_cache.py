@@ -1,4 +1,4 @@
-"""Cached hidden states equal those that the target computes."""
+"""Cached hidden states equal those computed by the target."""
 
 from pathlib import Path
 from types import ModuleType
@@ -52,7 +52,7 @@ def sparse_data(worker: ModuleType, blocks: int = 7, length: int = 40) -> Any:
 @pytest.mark.parametrize("states", ["after-norm", "before-norm"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("shard_bytes", [1, 3000, None])
-def test_every_row_of_any_batch_equals_the_targets(
+def test_cached_rows_of_any_batch_equal_those_of_the_target(
     worker: ModuleType, tmp_path: Path, dtype: str, states: str, shard_bytes: int | None
 ):
     data, model = sparse_data(worker), worker.make_model()
@@ -68,13 +68,13 @@ def test_every_row_of_any_batch_equals_the_targets(
         assert found_BTD.shape == wanted_BTD.shape
         kept_BT = near_trained(batch)
         total = int(kept_BT.sum())
-        if len(blocks) == 1:  # the batch that the target was run on, to the last bit
+        if len(blocks) == 1:  # same batch as in the cache: identical
             assert torch.equal(found_BTD[kept_BT], wanted_BTD[kept_BT].to(DTYPES[dtype]))
         tolerance = {"float32": 1e-6, "bfloat16": 2**-8, "float16": 2**-11}[dtype]
         torch.testing.assert_close(found_BTD[kept_BT].float(), wanted_BTD[kept_BT], rtol=1.01 * tolerance, atol=1e-6)
         assert (found_BTD[~kept_BT] == 0).all()
         labels_BTK = head_labels(batch.labels_BT, batch.documents_BT, REACH - 1)
-        assert kept_BT[(labels_BTK != IGNORED).any(-1)].all()  # as many heads as it is meant for
+        assert kept_BT[(labels_BTK != IGNORED).any(-1)].all()  # states for all supported heads
     assert cache.rows == total
     assert 0 < total < 7 * 38 / 2
 

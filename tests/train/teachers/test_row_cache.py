@@ -1,4 +1,4 @@
-"""Caches of a target's outputs: written by files, interrupted, damaged and repaired."""
+"""Caches of target outputs in several files: interrupted, damaged and repaired."""
 
 import json
 import os
@@ -25,7 +25,7 @@ def make_source(kind: str) -> Source:
 
 
 def make_rows(kind: str, model: Any) -> tuple[MakeRows, int]:
-    """Return the function that computes a model's rows, and its size."""
+    """Return the function that computes the rows of a model, and the row size."""
     if kind == "top":
         teacher = ModelTeacher(model)
         return partial(top_rows, teacher, TOP_K), teacher.vocab_size
@@ -34,7 +34,7 @@ def make_rows(kind: str, model: Any) -> tuple[MakeRows, int]:
 
 
 def make_writer(folder: Path, data: Any, kind: str, size: int) -> CacheWriter:
-    """Return a writer of several files of a few blocks."""
+    """Return a writer with a small file size, so that a cache has several files."""
     source = make_source(kind)
     row_bytes = sum(column.row_bytes for column in source.columns(size).values())
     return CacheWriter(folder, source, data, size, row_bytes * 20)
@@ -136,7 +136,7 @@ def test_a_cache_has_one_writer_that_stops_between_batches(kind: str, worker: Mo
         with pytest.raises(ValueError, match="cache"), lock_cache(writer.folder):
             pass
         with pytest.raises(BlockingIOError), lock_cache(writer.folder.parent):
-            raise BlockingIOError  # not of the lock
+            raise BlockingIOError  # must not be reported as a lock error
         first = writer.shards[0]
         assert not writer.write(first, rows, CPU, 1, progress=asked.append, stopping=lambda: len(asked) == 1)
     assert len(asked) == 1
@@ -159,7 +159,7 @@ def test_a_killed_writer_is_resumed_after_complete_files(
     assert 0 < len(whole) < len(cache.manifest["shards"])
     unfinished = f".{cache.manifest['shards'][-1]['number']}.{os.getpid()}-01234567.saving"
     (folder / unfinished).write_bytes(b"half a file")
-    (folder / f"{unfinished}.lock").touch()  # as a killed writer leaves it
+    (folder / f"{unfinished}.lock").touch()  # an unfinished file of a killed writer
     write(folder, data, kind, worker.make_model())
     assert contents(folder) == contents(cache.folder)
     assert all((folder / name).stat().st_ino == number for name, number in whole.items())

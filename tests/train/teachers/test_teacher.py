@@ -68,14 +68,14 @@ def test_logits_that_are_not_finite_are_refused():
     logits_XV[1, 2] = math.nan
     with pytest.raises(ValueError, match=r"not finite.*teacher\.dtype"):
         list(top_log_probs(DenseTeacher(logits_XV), torch.arange(3), 2))
-    logits_XV[1, 2] = -math.inf  # ruled out, which a target may do
+    logits_XV[1, 2] = -math.inf  # targets may exclude tokens
     ((_, log_probs_CK),) = top_log_probs(DenseTeacher(logits_XV), torch.arange(3), 8)
     assert log_probs_CK[1, -1] == -math.inf
 
 
 @pytest.mark.parametrize("shard_bytes", [1, 700, None])
 @pytest.mark.parametrize("top_k", [1, 6, 32])
-def test_every_row_of_any_batch_equals_the_teachers(
+def test_cached_rows_of_any_batch_equal_those_of_the_teacher(
     worker: ModuleType, tmp_path: Path, shard_bytes: int | None, top_k: int
 ):
     data, teacher = worker.make_data(13, 17, seed=5), ModelTeacher(worker.make_model())
@@ -83,7 +83,7 @@ def test_every_row_of_any_batch_equals_the_teachers(
     cached = CachedTeacher(cache)
     assert cached.vocab_size == teacher.vocab_size == worker.VOCAB
     assert cache.rows == len(kept_of(data.batch(range(13))))
-    # any order, one block twice, one block alone
+    # any order, repeated blocks, a single block
     for blocks in ([3, 12, 0, 7], [5, 5], [12], list(range(13))):
         batch = data.batch(blocks)
         sparse = cached(batch)
@@ -95,7 +95,7 @@ def test_every_row_of_any_batch_equals_the_teachers(
         found_RK, ids_RK = sparse.log_probs_XK[kept], sparse.ids_XK[kept]
         torch.testing.assert_close(found_RK, wanted_RV.topk(top_k).values, rtol=2**-10, atol=1e-5)
         torch.testing.assert_close(found_RK, wanted_RV.gather(1, ids_RK), rtol=2**-10, atol=1e-5)
-        # whatever the other rows say, their ids are ids, and all different
+        # ids of unsupervised rows are valid and distinct
         assert (sparse.ids_XK.sort(dim=1).values.diff(dim=1) > 0).all()
 
 
@@ -120,7 +120,7 @@ def test_float16_changes_probabilities_within_the_stated_bound():
     stored = exact.astype(np.float16).astype(np.float64)
     moved = np.abs(np.exp(stored) - np.exp(exact))
     assert moved.max() <= 2**-11 / math.e
-    assert moved.max() > 0.9 * 2**-11 / math.e  # the bound is not generous
+    assert moved.max() > 0.9 * 2**-11 / math.e  # the bound is tight
     normal = exact <= -(2.0**-14)
     assert (np.abs(stored - exact)[normal] <= 2**-11 * np.abs(exact[normal])).all()
     logits_RV = torch.randn(2000, 500, dtype=torch.float64) * 3
@@ -134,7 +134,7 @@ def test_float16_changes_probabilities_within_the_stated_bound():
 @pytest.mark.parametrize("top_k", [32, 4])
 def test_training_from_the_cache_equals_training_in_process(worker: ModuleType, tmp_path: Path, name: str, top_k: int):
     data, teacher = worker.make_data(8), ModelTeacher(worker.make_model())
-    with torch.no_grad():  # a teacher that is sure of something
+    with torch.no_grad():  # make the teacher confident
         teacher.model.lm_head.weight.mul_(50)
     cached = CachedTeacher(write_cache(tmp_path / "cache", data, teacher, top_k))
     batch = data.batch([6, 1, 3])
@@ -149,7 +149,7 @@ def test_training_from_the_cache_equals_training_in_process(worker: ModuleType, 
         results.append((loss / count, hidden.grad, weight.grad))
     assert int(count) == len(kept_of(batch)) > 10
     for found, wanted in zip(*results, strict=True):
-        # float16 of log p and of the rest, 2⁻¹¹ times a few nats, and signs that differ from row to row
+        # rounding to float16 changes log-probabilities by 2⁻¹¹ times a few nats
         torch.testing.assert_close(found, wanted, rtol=1e-3, atol=2e-4)
     assert results[0][0] > 0.01
 
@@ -161,13 +161,13 @@ def test_batches_of_other_documents_are_refused(worker: ModuleType, tmp_path: Pa
     cached = CachedTeacher(training)
     changed, untrained = data.batch([2, 3]), data.batch([2, 3])
     first = kept_of(changed)[0]
-    changed.tokens_BT.view(-1)[first] += 1  # the drafter's own word, say
+    changed.tokens_BT.view(-1)[first] += 1  # for example, an on-policy token
     untrained.labels_BT.view(-1)[first + 1] = IGNORED
     for batch in (heldout.batch([0, 1]), changed, untrained):
         with pytest.raises(ValueError, match=str(training.folder)):
             cached(batch)
 
-    # with a cache of what is held out, both are served
+    # with a second cache for held-out data, both can be used
     both = CachedTeacher(training, write_cache(tmp_path / "heldout", heldout, teacher, 4, data="held out"))
     for source in (heldout, data):
         batch = source.batch([3, 0])
