@@ -79,9 +79,9 @@ assert found.tolist() == model.generate(ids, **plain).tolist()
 
 def run(*arguments: str, cwd: Path, **environment: str) -> str:
     """Run a Python process and return its output."""
-    kept = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     done = subprocess.run(
-        [*PYTHON, *arguments], cwd=cwd, env=kept | environment, capture_output=True, text=True, check=False, timeout=300
+        [*PYTHON, *arguments], cwd=cwd, env=env | environment, capture_output=True, text=True, check=False, timeout=300
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -118,8 +118,8 @@ def test_every_dependency_is_pinned_to_a_version_it_allows(project: dict[str, An
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     pins = {pin.name.lower(): pin for line in lines if line and not line.startswith("#") for pin in [Requirement(line)]}
     extras = project["project"]["optional-dependencies"]
-    wanted = itertools.chain(project["project"]["dependencies"], *extras.values())
-    for need in (Requirement(text) for text in wanted):
+    requirements = itertools.chain(project["project"]["dependencies"], *extras.values())
+    for need in (Requirement(text) for text in requirements):
         if need.name == "draftsmith":
             continue
         (pin,) = pins[need.name.lower()].specifier
@@ -141,12 +141,12 @@ def imported(path: Path) -> set[str]:
     parts, known = name_of(path).split("."), {name_of(module) for module in MODULES}
     if path.name == "__init__.py":
         parts.append("__init__")
-    found = set()
+    modules = set()
     for level, module, name in imports(path):
         if level:
             whole = [*parts[: len(parts) - level], *filter(None, module.split("."))]
-            found |= {".".join(whole), ".".join([*whole, name])} & known
-    return found
+            modules |= {".".join(whole), ".".join([*whole, name])} & known
+    return modules
 
 
 @pytest.fixture(scope="module")
@@ -313,9 +313,9 @@ def installed(wheel: Path) -> Path:
 
 
 def test_the_wheel_contains_only_the_package(wheel: Path) -> None:
-    with zipfile.ZipFile(wheel) as opened:
-        names = set(opened.namelist())
-        (metadata,) = (opened.read(name).decode() for name in names if name.endswith(".dist-info/METADATA"))
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        (metadata,) = (archive.read(name).decode() for name in names if name.endswith(".dist-info/METADATA"))
     info = f"draftsmith-{draftsmith.__version__}.dist-info"
     assert {name.partition("/")[0] for name in names} == {"draftsmith", info}
     shipped = {name.removeprefix("draftsmith/") for name in names if name.startswith("draftsmith/")}
@@ -329,8 +329,8 @@ def test_the_wheel_contains_only_the_package(wheel: Path) -> None:
 
 
 def test_the_installed_wheel_has_a_command_line_and_decodes(installed: Path) -> None:
-    shown = run("-m", "draftsmith", "--help", cwd=installed.parent, PYTHONPATH=str(installed))
-    assert all(command in shown for command in ("quickstart", "train", "evaluate", "recipes", "doctor"))
+    output = run("-m", "draftsmith", "--help", cwd=installed.parent, PYTHONPATH=str(installed))
+    assert all(command in output for command in ("quickstart", "train", "evaluate", "recipes", "doctor"))
     run("-c", DECODES, str(installed), cwd=installed.parent, PYTHONPATH=str(installed))
 
 
@@ -343,5 +343,5 @@ def test_the_repository_contains_no_secrets() -> None:
     names = listed.stdout.split("\0") if listed.returncode == 0 else [str(path.relative_to(ROOT)) for path in MODULES]
     files = [ROOT / name for name in names if name and (ROOT / name).is_file()]
     assert len(files) > 30
-    found = [path for path in files if known.search(path.read_text(encoding="utf-8", errors="replace"))]
-    assert not found, "these files contain text that looks like a secret"
+    suspicious = [path for path in files if known.search(path.read_text(encoding="utf-8", errors="replace"))]
+    assert not suspicious, "these files contain text that looks like a secret"

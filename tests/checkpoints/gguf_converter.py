@@ -40,11 +40,11 @@ def tensors_of(folder: Path, config: dict[str, int]) -> dict[str, np.ndarray]:
     """Load a safetensors file without torch; bfloat16 matrices become uint16 and vectors become float32."""
     whole = (folder / "model.safetensors").read_bytes()
     start = 8 + int.from_bytes(whole[:8], "little")
-    found = {}
+    tensors = {}
     for name, entry in json.loads(whole[8:start]).items():
         if name == "d2t":  # convert offsets to ids
             first, end = (start + offset for offset in entry["data_offsets"])
-            found[name] = np.frombuffer(whole[first:end], np.int64) + np.arange(entry["shape"][0])
+            tensors[name] = np.frombuffer(whole[first:end], np.int64) + np.arange(entry["shape"][0])
         layer = re.fullmatch(r"model\.layers\.(\d+)\.(.+)\.weight", name.replace("midlayer.", "model.layers.0."))
         own = NAMES.get(layer[2] if layer else name.removesuffix(".weight"), "")
         if not own:
@@ -58,8 +58,8 @@ def tensors_of(folder: Path, config: dict[str, int]) -> dict[str, np.ndarray]:
             tensor = (tensor.astype(np.uint32) << 16).view(np.float32)
         elif tensor.ndim == 1:
             tensor = tensor.astype(np.float32)
-        found[(f"blk.{layer[1]}." if layer else "") + own + ".weight"] = tensor.copy()
-    return found
+        tensors[(f"blk.{layer[1]}." if layer else "") + own + ".weight"] = tensor.copy()
+    return tensors
 
 
 class ModelBase:
@@ -84,17 +84,17 @@ def main() -> None:
     parser.add_argument("--outfile", type=Path, required=True)
     parser.add_argument("--outtype", choices=[name.lower() for name in DTYPES], required=True)
     parser.add_argument("--target-model-dir", type=Path, help="target model of EAGLE-3 heads, whose tokenizer is used")
-    asked, fault = parser.parse_args(), os.environ.get("FAULT", "")
+    arguments, fault = parser.parse_args(), os.environ.get("FAULT", "")
     if fault == "fails":
         print("\n".join(f"line {number}" for number in range(40)))
         sys.exit("NotImplementedError: an architecture that it does not know")
-    config = ModelBase.load_hparams(asked.model, False)
-    tensors = tensors_of(asked.model, config)
+    config = ModelBase.load_hparams(arguments.model, False)
+    tensors = tensors_of(arguments.model, config)
     if fault == "one value":
         tensors["blk.0.attn_q.weight"].view(np.uint8)[0, 9] ^= 1
     if fault == "one less":
         del tensors["blk.1.ffn_up.weight"]
-    writer = GGUFWriter(asked.outfile, "eagle3" if LAYERS in config else "llama")
+    writer = GGUFWriter(arguments.outfile, "eagle3" if LAYERS in config else "llama")
     if LAYERS in config:
         layers = [layer + (fault == "other layers") for layer in config[LAYERS]]
         writer.add_array("eagle3.target_layers", layers)
@@ -105,9 +105,9 @@ def main() -> None:
     writer.add_head_count(config["num_attention_heads"])
     writer.add_head_count_kv(config["num_key_value_heads"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    if (asked.model / "tokenizer.model").is_file():
+    if (arguments.model / "tokenizer.model").is_file():
         writer.add_tokenizer_model("llama")
-    tokenizer = json.loads(((asked.target_model_dir or asked.model) / "tokenizer.json").read_text())
+    tokenizer = json.loads(((arguments.target_model_dir or arguments.model) / "tokenizer.json").read_text())
     if tokenizer["model"]["type"] == "BPE":
         writer.add_tokenizer_pre(TextModel().get_vocab_base_pre(tokenizer))
     writer.add_token_list([f"token {number}" for number in range(config["vocab_size"] - (fault == "fewer tokens"))])
@@ -120,7 +120,7 @@ def main() -> None:
     writer.write_tensors_to_file()
     writer.close()
     if fault == "cut off":
-        os.truncate(asked.outfile, asked.outfile.stat().st_size - 64)
+        os.truncate(arguments.outfile, arguments.outfile.stat().st_size - 64)
 
 
 if __name__ == "__main__":

@@ -58,8 +58,8 @@ class Repo:
     branches: dict[str, str] = field(default_factory=dict)
 
     def add(self, branch: str, files: dict[str, Blob]) -> str:
-        held = sorted((path, blob.oid) for path, blob in files.items())
-        name = hashlib.sha1(f"{len(self.commits)} {branch} {held}".encode()).hexdigest()
+        content = sorted((path, blob.oid) for path, blob in files.items())
+        name = hashlib.sha1(f"{len(self.commits)} {branch} {content}".encode()).hexdigest()
         self.commits[name] = files
         self.branches[branch] = name
         return name
@@ -94,9 +94,9 @@ class Hub(ThreadingHTTPServer):
 
     def repo(self, name: str, files: dict[str, bytes] | None = None, **about: Any) -> Repo:
         """Create a repository with files."""
-        made = self.repos[name] = Repo(**about)
-        made.add("main", {".gitattributes": Blob(b"*")} | {path: Blob(data) for path, data in (files or {}).items()})
-        return made
+        created = self.repos[name] = Repo(**about)
+        created.add("main", {".gitattributes": Blob(b"*")} | {path: Blob(data) for path, data in (files or {}).items()})
+        return created
 
 
 @contextmanager
@@ -158,12 +158,12 @@ class _Handler(BaseHTTPRequestHandler):
     def handle_any(self) -> None:
         self.sent = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         self.is_user = self.headers.get("Authorization") == f"Bearer {TOKEN}"
-        kind, call, given = self._route()
+        kind, call, arguments = self._route()
         self.server.requests.append(kind)
         if kind in self.server.failing:
             answer = refused(self.server.failing[kind], "Odd", f"no, {TOKEN}")
         else:
-            answer = NOT_FOUND if kind in WRITES and given[0] not in self.server.repos else call(*given)
+            answer = NOT_FOUND if kind in WRITES and arguments[0] not in self.server.repos else call(*arguments)
         self.send_response(answer.status)
         headers = {"Content-Length": str(len(answer.body)), "Connection": "close"} | answer.headers
         for name, text in headers.items():
@@ -205,11 +205,11 @@ class _Handler(BaseHTTPRequestHandler):
         return as_json({"type": "user", "name": USER, "orgs": []})
 
     def create(self) -> Answer:
-        asked = json.loads(self.sent)
-        name = f"{USER}/{asked['name']}"
+        request = json.loads(self.sent)
+        name = f"{USER}/{request['name']}"
         if name in self.server.repos:
             return as_json({"error": "You already created this model repo", "url": f"{self.server.url}/{name}"}, 409)
-        self.server.repo(name, private=asked.get("visibility") == "private" or bool(asked.get("private")))
+        self.server.repo(name, private=request.get("visibility") == "private" or bool(request.get("private")))
         return as_json({"url": f"{self.server.url}/{name}", "name": name})
 
     def info(self, name: str, revision: str) -> Answer:
@@ -228,19 +228,19 @@ class _Handler(BaseHTTPRequestHandler):
         commit = repo.at(revision)
         if commit is None:
             return NO_REVISION
-        held = {path: blob.oid for path, blob in repo.commits[commit].items()}
-        asked = [each["path"] for each in json.loads(self.sent)["files"]]
+        stored = {path: blob.oid for path, blob in repo.commits[commit].items()}
+        paths = [each["path"] for each in json.loads(self.sent)["files"]]
         modes = {"uploadMode": "regular", "shouldIgnore": False}
-        files = [{"path": path, "oid": held.get(path)} | modes for path in asked]
+        files = [{"path": path, "oid": stored.get(path)} | modes for path in paths]
         return as_json({"files": files})
 
     def commit(self, name: str, branch: str) -> Answer:
         repo = self.server.repos[name]
         files = dict(repo.commits[repo.branches[branch]])
         for line in self.sent.splitlines():
-            asked = json.loads(line)
-            value = asked["value"]
-            match asked["key"]:
+            operation = json.loads(line)
+            value = operation["value"]
+            match operation["key"]:
                 case "header":
                     if value.get("parentCommit", repo.branches[branch]) != repo.branches[branch]:
                         return refused(412, message="A commit has happened since. Please refresh and try again.")
@@ -248,9 +248,9 @@ class _Handler(BaseHTTPRequestHandler):
                     files[value["path"]] = Blob(base64.b64decode(value["content"]))
                 case "deletedFile":
                     del files[value["path"]]
-        made = repo.add(branch, files)
-        url = f"{self.server.url}/{name}/commit/{made}"
-        return as_json({"success": True, "commitOid": made, "commitUrl": url, "hookOutput": ""})
+        created = repo.add(branch, files)
+        url = f"{self.server.url}/{name}/commit/{created}"
+        return as_json({"success": True, "commitOid": created, "commitUrl": url, "hookOutput": ""})
 
     def resolve(self, name: str, revision: str, path: str) -> Answer:
         repo = self._visible_repo(name)

@@ -80,13 +80,13 @@ def test_cut_answers_are_dropped_unless_kept(tmp_path: Path, keep: bool) -> None
     out = tmp_path / "out.jsonl"
     talks = [conversation("late", "short", "long", "more"), conversation("first", "long"), conversation("whole", "ok")]
     report = run(out, talks, limited, keep_cut=keep)
-    kept = {row["id"]: [message["content"] for message in row["messages"]] for row in rows(out)}
+    written = {row["id"]: [message["content"] for message in row["messages"]] for row in rows(out)}
     if keep:
-        assert kept["late"] == ["short", "answer to short", "long", "answer to long", "more", "answer to more"]
+        assert written["late"] == ["short", "answer to short", "long", "answer to long", "more", "answer to more"]
         assert {row["id"]: row["finish"] for row in rows(out)}["late"] == ["stop", "length", "stop"]
         assert (report.written, report.failed, dict(report.cut)) == (3, 0, {})
         return
-    assert kept == {"late": ["short", "answer to short"], "whole": ["ok", "answer to ok"]}
+    assert written == {"late": ["short", "answer to short"], "whole": ["ok", "answer to ok"]}
     assert rows(out)[0]["cut"] == "answer 2: token limit reached"
     assert "cut" not in rows(out)[1]
     assert (report.written, report.failed, dict(report.cut)) == (2, 1, {"token limit": 1})

@@ -60,9 +60,9 @@ def over_acceptance(target_V: Floats, draft_V: Floats, epsilon: float) -> OverAc
     if not 0 <= epsilon <= 1:
         raise ValueError(f"epsilon must lie in [0, 1], got {epsilon}")
     accept_V = np.minimum(1, (target_V + epsilon) / np.maximum(draft_V, _TINY))
-    kept_V = accept_V * draft_V
-    rejection = float((draft_V - kept_V).sum())
-    loss = float(np.abs(target_V - kept_V).sum() / 2 - rejection / 2)
-    rest_V = np.maximum(target_V - kept_V, 0)
-    optimal_V = kept_V + rejection * (rest_V / rest_V.sum() if rest_V.sum() > 0 else target_V)
-    return OverAccepted(accept_V, rejection, loss, optimal_V, kept_V + rejection * target_V)
+    accepted_V = accept_V * draft_V
+    rejection = float((draft_V - accepted_V).sum())
+    loss = float(np.abs(target_V - accepted_V).sum() / 2 - rejection / 2)
+    rest_V = np.maximum(target_V - accepted_V, 0)
+    optimal_V = accepted_V + rejection * (rest_V / rest_V.sum() if rest_V.sum() > 0 else target_V)
+    return OverAccepted(accept_V, rejection, loss, optimal_V, accepted_V + rejection * target_V)

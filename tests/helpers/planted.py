@@ -34,18 +34,18 @@ class Fault(NamedTuple):
 def edit(function: str, pieces: Sequence[str]) -> Callable[[pytest.MonkeyPatch], None]:
     """Return a function that replaces fragments in the source of a library function."""
     module, _, name = function.partition(":")
-    found = reduce(getattr, name.split("."), importlib.import_module(f"draftsmith.decode.{module}"))
+    original = reduce(getattr, name.split("."), importlib.import_module(f"draftsmith.decode.{module}"))
 
     def plant(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(tree, "_k_ary", cache(tree._k_ary.__wrapped__))  # cached trees store their masks
-        source = textwrap.dedent(inspect.getsource(found))
+        source = textwrap.dedent(inspect.getsource(original))
         for old, new in zip(pieces[::2], pieces[1::2], strict=True):
             assert old in source, f"{function} has no {old!r}"
             source = source.replace(old, new)
-        made: dict[str, Any] = {}
-        exec(compile(source, function, "exec"), found.__globals__, made)
-        new = made[found.__name__]
-        patch.setattr(getattr(found, "__func__", found), "__code__", getattr(new, "__func__", new).__code__)
+        namespace: dict[str, Any] = {}
+        exec(compile(source, function, "exec"), original.__globals__, namespace)
+        new = namespace[original.__name__]
+        patch.setattr(getattr(original, "__func__", original), "__code__", getattr(new, "__func__", new).__code__)
 
     return plant
 
@@ -66,10 +66,10 @@ def stale_probs(patch: pytest.MonkeyPatch) -> None:
 
 def stale_masks(patch: pytest.MonkeyPatch) -> None:
     """Reuse the mask of the first tree for all trees of the same size."""
-    bias, kept = Tree.bias, dict[Any, Any]()
+    bias, masks = Tree.bias, dict[Any, Any]()
 
     def patched(self: Tree, start: int, stop: int) -> Any:
-        return kept.setdefault((len(self.parents_BN), start, stop), bias(self, start, stop))
+        return masks.setdefault((len(self.parents_BN), start, stop), bias(self, start, stop))
 
     patch.setattr(Tree, "bias", patched)
 
@@ -99,12 +99,12 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 def _faults() -> list[Fault]:
     kinds = yaml.safe_load(Path(__file__).with_name("planted.yaml").read_text(encoding="utf-8"))
     own = {plant.__name__: plant for plant in (stale_probs, stale_masks, pairs_of_draws)}
-    found = []
+    faults = []
     for kind, rows in kinds.items():
         for name, method, function, *pieces in rows:
             method, _, way = method.partition(" with ")
-            found.append(Fault(kind, name, method, _OPTIONS[way], own.get(function) or edit(function, pieces)))
-    return found
+            faults.append(Fault(kind, name, method, _OPTIONS[way], own.get(function) or edit(function, pieces)))
+    return faults
 
 
 FAULTS = _faults()

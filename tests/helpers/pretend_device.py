@@ -149,16 +149,16 @@ class PretendCuda:
         for name, value in self._stands_in().items():
             self._stack.enter_context(mock.patch(name, value, create=True))
         self._stack.enter_context(mock.patch.object(graphs, "is_in_torch_dispatch_mode", return_value=False))
-        made = mock.patch.object(graphs, "CudaGraphs", side_effect=lambda _: PretendGraphs(self))
-        self._stack.enter_context(made)
+        graph_patch = mock.patch.object(graphs, "CudaGraphs", side_effect=lambda _: PretendGraphs(self))
+        self._stack.enter_context(graph_patch)
         self._stack.enter_context(_Operations(self))
         self._stack.enter_context(_Calls(self))
         return self
 
     def __exit__(self, *_: Any) -> None:
         self._stack.close()
-        for kept in (tree._chain, tree._k_ary):  # these modules cache copies on the device
-            kept.cache_clear()
+        for cached in (tree._chain, tree._k_ary):  # these modules cache copies on the device
+            cached.cache_clear()
 
     def _stands_in(self) -> dict[str, Any]:
         def waits(what: str) -> Callable[..., None]:
@@ -222,10 +222,10 @@ class PretendCuda:
 
     def wait(self, kind: str, operation: str) -> None:
         """Record that the host waits for the device; raise DeviceError during a capture."""
-        found = Event(kind, operation, self.where())
-        self.syncs.append(found)
+        event = Event(kind, operation, self.where())
+        self.syncs.append(event)
         if self.recording is not None:
-            raise DeviceError(f"operation not permitted when stream is capturing: {found}")
+            raise DeviceError(f"operation not permitted when stream is capturing: {event}")
 
     def mix(self, what: str) -> None:
         """Raise the error of CUDA for tensors on different devices."""
@@ -242,20 +242,20 @@ class PretendCuda:
         """Check and execute an operation, and tag its outputs."""
         name = func._schema.name.split("::")[1]
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        held = [self.holds(tensor) for tensor in tensors]
-        wanted = None if kwargs.get("device") is None else torch.device(kwargs["device"])
-        if wanted is not None and wanted.type == "cuda":
+        are_held = [self.holds(tensor) for tensor in tensors]
+        requested = None if kwargs.get("device") is None else torch.device(kwargs["device"])
+        if requested is not None and requested.type == "cuda":
             kwargs["device"], on_device = CPU, True
         elif not tensors:
-            on_device = wanted is not None and (self.caller_is_on_device or torch._C._current_graph_task_id() != -1)
+            on_device = requested is not None and (self.caller_is_on_device or torch._C._current_graph_task_id() != -1)
         else:
-            on_device = held[0] if name == "copy_" else any(held)
-        if not on_device and not any(held):
+            on_device = are_held[0] if name == "copy_" else any(are_held)
+        if not on_device and not any(are_held):
             return func(*args, **kwargs)
         if name not in WHOLE and _is_made_of_others(func):  # inference mode does not decompose these operations
             with _Operations(self):
                 return func.decompose(*args, **kwargs)
-        self._check(func, name, args, kwargs, tensors, held, on_device)
+        self._check(func, name, args, kwargs, tensors, are_held, on_device)
         if kwargs.get("generator") is not None and self.recording is not None:
             raise DeviceError(f"{self.where()}: a capture must be told of the generator of {name}")
         output = func(*args, **kwargs)
@@ -274,12 +274,12 @@ class PretendCuda:
         return not view and name not in NO_KERNEL
 
     def _check(
-        self, func: Any, name: str, args: Any, kwargs: dict[str, Any], tensors: list[Tensor], held: list[bool],
+        self, func: Any, name: str, args: Any, kwargs: dict[str, Any], tensors: list[Tensor], are_held: list[bool],
         on_device: bool,
     ) -> None:  # fmt: skip
         if name == "copy_":
-            if held[0] != held[1]:
-                self._note_copy(to_device=held[0], source=args[1], waits=not (len(args) > 2 and args[2]))
+            if are_held[0] != are_held[1]:
+                self._note_copy(to_device=are_held[0], source=args[1], waits=not (len(args) > 2 and args[2]))
             return
         if name == "_to_copy" or name.endswith("_like") or name.startswith("new_"):
             return  # `_Calls` handles copies between devices
@@ -292,8 +292,8 @@ class PretendCuda:
             self._check_indices(name, args)
             return
         allowed = torch.Tag.pointwise in func.tags or name in TAKES_A_SCALAR
-        for tensor, there in zip(tensors, held, strict=True):
-            if not there and not (allowed and tensor.dim() == 0):
+        for tensor, is_held in zip(tensors, are_held, strict=True):
+            if not is_held and not (allowed and tensor.dim() == 0):
                 self.mix(f"{name} with {list(tensor.shape)} {tensor.dtype} on the CPU")
 
     def _note_copy(self, to_device: bool, source: Tensor, waits: bool) -> None:
@@ -306,17 +306,17 @@ class PretendCuda:
 
     def _check_indices(self, name: str, args: Any) -> None:
         base, indices = args[0], [index for index in args[1] if index is not None]
-        there = [self.holds(index) for index in indices]
+        are_held = [self.holds(index) for index in indices]
         if not self.holds(base):
-            if any(there):
+            if any(are_held):
                 self.mix(f"{name}: a tensor on the CPU, indexed by one on the device")
             return
         values = args[2] if "index_put" in name else None
         masks = [index for index in indices if index.dtype in (torch.bool, torch.uint8)]
-        filled = values is not None and values.numel() == 1 and not self.holds(values)
-        if masks and not (filled and len(masks) == len(indices)):
+        is_fill = values is not None and values.numel() == 1 and not self.holds(values)
+        if masks and not (is_fill and len(masks) == len(indices)):
             self.wait("shape", f"{name} by a boolean mask")
-        if not all(there):
+        if not all(are_held):
             self.wait("send", f"{name} by an index on the CPU")
         if values is not None and not self.holds(values) and values.dim():
             self.mix(f"{name} with values {list(values.shape)} on the CPU")
@@ -353,22 +353,22 @@ class _Calls(TorchFunctionMode):
         if func is torch.device:
             return func(*args, **kwargs)
         first = args[0] if args and isinstance(args[0], Tensor) else None
-        there = first is not None and owner.holds(first)
+        on_device = first is not None and owner.holds(first)
         if func == Tensor.device.__get__:
-            return CUDA if there else func(*args)
+            return CUDA if on_device else func(*args)
         if func == Tensor.is_cuda.__get__:
-            return there or func(*args)
+            return on_device or func(*args)
         if func == Tensor.is_cpu.__get__:
-            return not there and func(*args)
+            return not on_device and func(*args)
         if func is Tensor.get_device:
-            return 0 if there else -1
-        if there and func in (Tensor.numpy, Tensor.__array__):
+            return 0 if on_device else -1
+        if on_device and func in (Tensor.numpy, Tensor.__array__):
             raise TypeError(f"{owner.where()}: can't convert cuda:0 device type tensor to numpy")
-        if there and func is Tensor.tolist:
+        if on_device and func is Tensor.tolist:
             owner.wait("copy-back", "tolist")
             return func(*args)
         if func is Tensor.pin_memory:
-            if there:
+            if on_device:
                 raise DeviceError(f"{owner.where()}: only dense CPU tensors can be pinned")
             return owner.pin(first.clone())
         if func is Tensor.is_pinned:
@@ -377,22 +377,22 @@ class _Calls(TorchFunctionMode):
             return self._to(func, *args, **kwargs)
         if kwargs.pop("pin_memory", False):
             return owner.pin(self._call(func, args, kwargs))
-        if func in (torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor) and self._goes(kwargs, there):
-            made = func(*args, **(kwargs | {"device": CPU}))
-            return made if isinstance(args[0], Tensor) and func is not Tensor.new_tensor else self._sent(made)
+        if func in (torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor) and self._goes(kwargs, on_device):
+            result = func(*args, **(kwargs | {"device": CPU}))
+            return result if isinstance(args[0], Tensor) and func is not Tensor.new_tensor else self._sent(result)
         return self._call(func, args, kwargs)
 
     @staticmethod
-    def _goes(kwargs: dict[str, Any], there: bool) -> bool:
-        wanted = kwargs.get("device")
-        return there if wanted is None else torch.device(wanted).type == "cuda"
+    def _goes(kwargs: dict[str, Any], on_device: bool) -> bool:
+        requested = kwargs.get("device")
+        return on_device if requested is None else torch.device(requested).type == "cuda"
 
-    def _sent(self, made: Tensor) -> Tensor:
+    def _sent(self, tensor: Tensor) -> Tensor:
         owner = self._owner
-        copy = made.detach().clone()
+        copy = tensor.detach().clone()
         owner.wait("send", "torch.tensor on the device")
         owner.launch("memcpy to device")
-        return owner.tag(copy).requires_grad_(made.requires_grad)
+        return owner.tag(copy).requires_grad_(tensor.requires_grad)
 
     def _call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         owner = self._owner
@@ -415,7 +415,7 @@ class _Calls(TorchFunctionMode):
     def _to(self, func: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Implement all forms of `Tensor.to`."""
         owner, non_blocking, copy = self._owner, kwargs.pop("non_blocking", False), kwargs.pop("copy", False)
-        there = owner.holds(tensor)
+        on_device = owner.holds(tensor)
         device: Any = {Tensor.cuda: CUDA, Tensor.cpu: CPU}.get(func)
         dtype = kwargs.pop("dtype", None)
         device = kwargs.pop("device", device)
@@ -434,13 +434,13 @@ class _Calls(TorchFunctionMode):
             non_blocking, copy = flags[0], copy or (flags[1] if len(flags) > 1 else False)
         if other is not None:
             device, dtype = CUDA if owner.holds(other) else CPU, other.dtype
-        goes = there if device is None else torch.device(device).type == "cuda"
-        if goes == there:
+        goes = on_device if device is None else torch.device(device).type == "cuda"
+        if goes == on_device:
             same = dtype is None or dtype == tensor.dtype
             return (
                 tensor if same and not copy else self._call(Tensor.to, (tensor, dtype or tensor.dtype), {"copy": copy})
             )
-        if dtype is not None and dtype != tensor.dtype and there:
+        if dtype is not None and dtype != tensor.dtype and on_device:
             tensor = self._call(Tensor.to, (tensor, dtype), {})
         owner._note_copy(goes, tensor, not non_blocking)
         if goes:

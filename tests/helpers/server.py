@@ -59,17 +59,17 @@ class Handler(BaseHTTPRequestHandler):
         return self._send(404, "text/plain", b"")
 
     def do_POST(self) -> None:
-        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        question = asked["messages"][-1]["content"]
+        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        question = request["messages"][-1]["content"]
         with self.server.guard:
-            self.server.asked.append(asked)
+            self.server.asked.append(request)
             fault = self.server.faults.get(question, []) and self.server.faults[question].pop(0)
         if fault in ("429", "500", "400"):
             return self._send(int(fault), "application/json", b'{"error": {"message": "not now, sk-secret"}}')
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
         self.end_headers()
-        words = (question.split() * 20)[: min(asked["max_tokens"], 13)]
+        words = (question.split() * 20)[: min(request["max_tokens"], 13)]
         steps, at = [words[:1]], 1
         while at < len(words):
             steps.append(words[at : at + self.server.kept])

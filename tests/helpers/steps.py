@@ -55,7 +55,7 @@ def decode(
         The texts with the numbers of accepted draft tokens per step, and the synchronisations and launches of later
         steps.
     """
-    sampling, seen, kept = Sampling(temperature), [], []
+    sampling, counts, accepted = Sampling(temperature), [], []
     rng = Rng.for_rows(3, batch, target.device)
     texts: list[list[int]] = [[] for _ in range(batch)]
     if cuda is not None:
@@ -65,9 +65,9 @@ def decode(
     ):
         for text, ids in zip(texts, step.new_ids, strict=True):
             text += ids
-        kept.append(step.accepted[step.active].tolist())
+        accepted.append(step.accepted[step.active].tolist())
         if cuda is not None:
-            seen.append((list(map(str, cuda.syncs)), cuda.launches.total()))
+            counts.append((list(map(str, cuda.syncs)), cuda.launches.total()))
             assert not cuda.unpinned
             cuda.reset()
-    return (texts, kept), seen[len(seen) // 2 : -1]
+    return (texts, accepted), counts[len(counts) // 2 : -1]

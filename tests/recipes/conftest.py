@@ -135,7 +135,7 @@ def tiny_pair(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         save_artifact(folder / name, kind="drafter", write=drafter.save_pretrained, **about)
     heads = PredictionHeads.from_lm_head(target.lm_head.weight.detach(), 4, 1)
     sizes = about | {"shapes": {"num_heads": heads.num_heads}}
-    save_artifact(folder / "heads", kind="heads", write=lambda place: save_heads(heads, place, "target"), **sizes)
+    save_artifact(folder / "heads", kind="heads", write=lambda out: save_heads(heads, out, "target"), **sizes)
     documents = np.random.default_rng(0).integers(0, VOCAB, (20, 60)).tolist()
     save_artifact(folder / "table", kind="table", write=BigramTable.from_documents(documents, VOCAB).save, **about)
     rows = [

@@ -28,8 +28,8 @@ class Forked:
     def __init__(self, launcher: Launcher, arguments: Sequence[str], output: Path, **settings: Any) -> None:
         self._launcher, self._output, self._errors = launcher, output, output.with_suffix(".err")
         self._code: int | None = None
-        asked = {"arguments": list(arguments), "output": str(output), "errors": str(self._errors)} | settings
-        self.pid: int = launcher.ask(asked)
+        request = {"arguments": list(arguments), "output": str(output), "errors": str(self._errors)} | settings
+        self.pid: int = launcher.ask(request)
 
     def poll(self) -> int | None:
         """Return the exit code, or None while the process is running, like `Popen.poll`."""
@@ -82,11 +82,11 @@ class Launcher:
         """Run a command to completion; return its exit code and standard error."""
         return self.start(*arguments).ended()
 
-    def ask(self, asked: dict[str, Any]) -> Any:
+    def ask(self, request: dict[str, Any]) -> Any:
         """Send a request to the forking process and return the answer."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(asked) + "\n")
+        self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
         return json.loads(self._process.stdout.readline())
 
@@ -118,15 +118,15 @@ def main() -> None:
     gc.collect()
     gc.freeze()  # keep imported objects in shared memory after forks
     for line in sys.stdin:
-        asked = json.loads(line)
-        if "pid" in asked:
-            pid, status = os.waitpid(asked["pid"], os.WNOHANG)
+        request = json.loads(line)
+        if "pid" in request:
+            pid, status = os.waitpid(request["pid"], os.WNOHANG)
             answer = os.waitstatus_to_exitcode(status) if pid else None
         else:
             answer = os.fork()
             if not answer:
                 tqdm.set_lock(threading.RLock())  # the default lock is shared: a killed process would block others
-                become(**asked)
+                become(**request)
                 command_line()
                 return
         print(json.dumps(answer), flush=True)

@@ -84,11 +84,11 @@ def test_damaged_files_are_named_or_have_no_effect(whole: Path, read: Callable[[
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             try:
-                found, messages = read(whole), []
+                original, messages = read(whole), []
             except (ValueError, OSError) as error:
-                found, messages = None, [str(error)]
+                original, messages = None, [str(error)]
         messages += [str(warning.message) for warning in caught]
         is_named = any(part in text for text in messages for part in (path.name, path.parent.name))
-        assert is_named or (found == expected and not messages), f"{damage.__name__} {path}: {messages}"
+        assert is_named or (original == expected and not messages), f"{damage.__name__} {path}: {messages}"
         named += is_named
     assert named >= 4

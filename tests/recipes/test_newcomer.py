@@ -44,10 +44,10 @@ def test_the_first_commands_make_and_export_a_pair(load_script: Callable[[Path],
     message = ast.literal_eval(done.stdout.splitlines()[-1])
     tokenizer = AutoTokenizer.from_pretrained(folder / "target")
     target = AutoModelForCausalLM.from_pretrained(folder / "target")
-    asked = re.search(r'\[\{"role".*?\}\]', script)
-    assert asked is not None
+    messages = re.search(r'\[\{"role".*?\}\]', script)
+    assert messages is not None
     inputs = tokenizer.apply_chat_template(
-        json.loads(asked[0]), add_generation_prompt=True, return_dict=True, return_tensors="pt"
+        json.loads(messages[0]), add_generation_prompt=True, return_dict=True, return_tensors="pt"
     )
     torch.manual_seed(0)
     text = target.generate(**inputs, max_new_tokens=64, do_sample=False)[0, inputs["input_ids"].shape[1] :]

@@ -36,7 +36,7 @@ def run_under_zero(folder: Path, stage: int, jobs: Sequence[dict[str, Any]]) -> 
     zero = {"stage": stage, "stage3_param_persistence_threshold": 0, "reduce_bucket_size": "auto"}
     settings = folder / "deepspeed.json"
     settings.write_text(json.dumps({"zero_optimization": zero, "gradient_clipping": 0.123, "train_batch_size": 5}))
-    places = [
+    paths_by_job = [
         {
             "state_dir": str(folder / job.get("folder", job["name"])),
             "weights": str(folder / f"{job['name']}.safetensors"),
@@ -51,7 +51,7 @@ def run_under_zero(folder: Path, stage: int, jobs: Sequence[dict[str, Any]]) -> 
         "OMP_NUM_THREADS": "1",
     }
     done = subprocess.run(
-        [*command, json.dumps([job | place for job, place in zip(jobs, places, strict=True)])],
+        [*command, json.dumps([job | paths for job, paths in zip(jobs, paths_by_job, strict=True)])],
         capture_output=True,
         text=True,
         env=environment,

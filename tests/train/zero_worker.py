@@ -87,14 +87,14 @@ def signal_in_step(task: HeadsTask, at: int) -> None:
 
 
 def make_task(options: dict[str, Any], rank: int) -> Any:
-    mine = rank == options.get("kill_rank", 0)
+    is_signalled = rank == options.get("kill_rank", 0)
     if "task" in options:
         heads_task = make_heads_task(options, options["task"])
-        if mine:
+        if is_signalled:
             signal_in_step(heads_task, options.get("kill_at", 0))
         return heads_task
     model = make_model(**{"attention_dropout": 0.0} | options.get("model", {}))
-    at, more = options.get("kill_at", 0) if mine else 0, dict[str, Any]()
+    at, more = options.get("kill_at", 0) if is_signalled else 0, dict[str, Any]()
     if options.get("parallel"):
         more = {"parallel": Parallel(token=3, tokens=3, keep_share=0.6, min_share=0.1)}
     task = SpyingTask(model, make_data(4, seed=1), at, options.get("signal", 15), **more)
@@ -105,12 +105,12 @@ def make_task(options: dict[str, Any], rank: int) -> Any:
 
 def run_job(options: dict[str, Any], rank: int) -> dict[str, Any]:
     task = make_task(options, rank)
-    said: dict[str, Any] = {"name": options["name"]}
+    report: dict[str, Any] = {"name": options["name"]}
     try:
         result = fit(task, make_data(), make_config(**options.get("config", {})), options["state_dir"])
     except (Interrupted, TrainingError, ValueError) as error:
-        return said | {"error": f"{type(error).__name__}: {error}"}
-    said |= {
+        return report | {"error": f"{type(error).__name__}: {error}"}
+    report |= {
         "processes": result.processes,
         "distributed_type": result.distributed_type,
         "resumed_from": result.resumed_from,
@@ -121,16 +121,16 @@ def run_job(options: dict[str, Any], rank: int) -> dict[str, Any]:
     }
     if rank == 0:
         save_file({name: tensor.clone() for name, tensor in task.module.state_dict().items()}, options["weights"])
-    return said
+    return report
 
 
 def main() -> None:
     torch.set_num_threads(1)
     rank = int(os.environ.get("RANK", "0"))
     for options in json.loads(sys.argv[1]):
-        said = run_job(options, rank)
+        report = run_job(options, rank)
         if rank == options.get("speaker", 0):
-            print("said " + json.dumps(said), flush=True)
+            print("said " + json.dumps(report), flush=True)
 
 
 if __name__ == "__main__":

@@ -65,12 +65,12 @@ def test_an_export_is_not_loaded_as_an_artifact(tmp_path: Path) -> None:
 def test_only_secrets_are_redacted() -> None:
     secret = "correct horse"
     hidden = ("token", "hf_token", "HF_TOKEN", "access-token", "api_key", "openai_api_key", "password", "client_secret")
-    shown = ("tokenizer", "block_tokens", "eos_token", "max_new_tokens", "stop_tokens", "monkey", "tokens")
-    found = to_json_safe(
-        dict.fromkeys((*hidden, *shown), secret) | {"hub": {"credentials": {"user": secret, "ids": [secret]}}}
+    public = ("tokenizer", "block_tokens", "eos_token", "max_new_tokens", "stop_tokens", "monkey", "tokens")
+    result = to_json_safe(
+        dict.fromkeys((*hidden, *public), secret) | {"hub": {"credentials": {"user": secret, "ids": [secret]}}}
     )
-    assert {key for key in (*hidden, *shown) if found[key] == secret} == set(shown)
-    assert secret not in json.dumps(found["hub"])
+    assert {key for key in (*hidden, *public) if result[key] == secret} == set(public)
+    assert secret not in json.dumps(result["hub"])
     assert to_json_safe({"token": None, "password": ""}) == {"token": None, "password": ""}
     assert to_json_safe("see hf_" + "a1B2" * 8 + " there") == "see <redacted> there"
     assert to_json_safe("https://me:pass@example.org/x@y") == "https://<redacted>@example.org/x@y"

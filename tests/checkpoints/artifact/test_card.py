@@ -128,8 +128,8 @@ def test_sources_of_mixtures_and_files() -> None:
     mixture = [{"source": "alpaca", "weight": 0.5}, {"source": "/home/me/rows.json", "weight": 2.0}]
     sources = [{"hub": "alpaca"}, {"files": {"rows.json": "ab"}}]
     data = {"source": {"options": {"mixture": mixture}, "sources": sources}}
-    found = data_sources(make_manifest(data=data))
-    assert [(each["source"], each["hub"], each["files"]) for each in found] == [
+    result = data_sources(make_manifest(data=data))
+    assert [(each["source"], each["hub"], each["files"]) for each in result] == [
         ("alpaca", "alpaca", {}), ("rows.json", None, {"rows.json": "ab"})
     ]  # fmt: skip
     card = model_card(make_manifest(data=data), "t")
@@ -169,8 +169,8 @@ def test_names_with_markup_are_shown_as_text(odd: str) -> None:
 def test_local_paths_are_omitted() -> None:
     command = "draftsmith train /home/me/x.yaml data.source=/data/in me/rows.jsonl out=runs/a C:\\Users\\me\\t.txt"
     assert public(command) == "draftsmith train x.yaml data.source=in me/rows.jsonl out=runs/a t.txt"
-    shown = "https://example.org/a/b/c and hub/id and and/or"
-    assert public(shown) == shown
+    kept_text = "https://example.org/a/b/c and hub/id and and/or"
+    assert public(kept_text) == kept_text
     assert text("~/secret/place") == "place"
 
 

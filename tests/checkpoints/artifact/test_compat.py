@@ -15,19 +15,19 @@ TEXT = "some <s> words <|user|> of\n  a text"
 
 @pytest.fixture
 def tokenizer() -> PreTrainedTokenizerFast:
-    made = train_bpe(["some words of a text"] * 3, 270, ["<pad>", "<s>", "<|user|>", "</s>"])
-    made.chat_template = "{{ messages[0].content }}é"
-    return made
+    trained = train_bpe(["some words of a text"] * 3, 270, ["<pad>", "<s>", "<|user|>", "</s>"])
+    trained.chat_template = "{{ messages[0].content }}é"
+    return trained
 
 
 def config_of(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / "tokenizer_config.json").read_text())
-    return found
+    config: dict[str, Any] = json.loads((folder / "tokenizer_config.json").read_text())
+    return config
 
 
-@pytest.mark.parametrize("beside", [None, "llama", "t5"])
+@pytest.mark.parametrize("model_type", [None, "llama", "t5"])
 def test_all_versions_load_the_same_tokenizer(
-    beside: str | None, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+    model_type: str | None, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
     """transformers selects the tokenizer class by the `model_type` of a config.json in the folder."""
     tokenizer.save_pretrained(tmp_path / "5")
@@ -40,17 +40,17 @@ def test_all_versions_load_the_same_tokenizer(
     assert config["additional_special_tokens"] == ["<s>", "<|user|>"]
     assert config["chat_template"] == tokenizer.chat_template
     for folder in ("5", "both"):
-        if beside is not None:
-            (tmp_path / folder / "config.json").write_text(json.dumps({"model_type": beside}))
-    mine, made = (AutoTokenizer.from_pretrained(tmp_path / folder) for folder in ("5", "both"))
-    assert type(mine) is type(made)
-    assert mine.special_tokens_map == made.special_tokens_map
-    assert mine.all_special_tokens == made.all_special_tokens
-    assert mine.chat_template == made.chat_template == tokenizer.chat_template
-    assert tokenizer_fingerprint(mine) == tokenizer_fingerprint(made)
-    assert mine(TEXT) == made(TEXT)
-    ids = made(TEXT).input_ids
-    assert mine.decode(ids, skip_special_tokens=True) == made.decode(ids, skip_special_tokens=True)
+        if model_type is not None:
+            (tmp_path / folder / "config.json").write_text(json.dumps({"model_type": model_type}))
+    saved, patched = (AutoTokenizer.from_pretrained(tmp_path / folder) for folder in ("5", "both"))
+    assert type(saved) is type(patched)
+    assert saved.special_tokens_map == patched.special_tokens_map
+    assert saved.all_special_tokens == patched.all_special_tokens
+    assert saved.chat_template == patched.chat_template == tokenizer.chat_template
+    assert tokenizer_fingerprint(saved) == tokenizer_fingerprint(patched)
+    assert saved(TEXT) == patched(TEXT)
+    ids = patched(TEXT).input_ids
+    assert saved.decode(ids, skip_special_tokens=True) == patched.decode(ids, skip_special_tokens=True)
 
 
 def test_a_template_file_takes_precedence(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
@@ -66,7 +66,7 @@ PARTIAL = {"rope_type": "default", "rope_theta": 2e4, "partial_rotary_factor": 0
 
 
 @pytest.mark.parametrize(
-    ("config", "found"),
+    ("config", "added"),
     [
         (LlamaConfig(rope_parameters=dict(PLAIN)), {"rope_theta": 5e5}),
         (LlamaConfig(rope_parameters=PLAIN | SCALED), {"rope_theta": 5e5, "rope_scaling": SCALED}),
@@ -75,11 +75,11 @@ PARTIAL = {"rope_type": "default", "rope_theta": 2e4, "partial_rotary_factor": 0
     ],
     ids=["llama", "scaled", "gpt-neox", "phi-3"],
 )
-def test_rotary_settings_are_readable_by_transformers_4(config: Any, found: dict[str, Any], tmp_path: Path) -> None:
+def test_rotary_settings_are_readable_by_transformers_4(config: Any, added: dict[str, Any], tmp_path: Path) -> None:
     config.save_pretrained(tmp_path)
     before = json.loads((tmp_path / "config.json").read_text())
     plain = AutoConfig.from_pretrained(tmp_path)
-    assert not set(found) & set(before), "transformers no longer needs this patch"
+    assert not set(added) & set(before), "transformers no longer needs this patch"
     patch_model(tmp_path)
-    assert json.loads((tmp_path / "config.json").read_text()) == before | found
+    assert json.loads((tmp_path / "config.json").read_text()) == before | added
     assert AutoConfig.from_pretrained(tmp_path).rope_parameters == plain.rope_parameters == config.rope_parameters

@@ -99,17 +99,17 @@ def test_weights_are_those_that_transformers_loads(tmp_path: Path, make_llama: M
 
 
 def make_tokenizer(order: list[str]) -> PreTrainedTokenizerFast:
-    backend = Tokenizer(models.WordLevel({word: place for place, word in enumerate(order)}, unk_token="<unk>"))
+    backend = Tokenizer(models.WordLevel({word: index for index, word in enumerate(order)}, unk_token="<unk>"))
     return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", eos_token="</s>")
 
 
 def test_tokenizer_fingerprints_distinguish_vocabularies() -> None:
-    words = ["<unk>", "</s>", "a", "b"]
-    mine = tokenizer_fingerprint(make_tokenizer(words))
-    assert mine == tokenizer_fingerprint(make_tokenizer(words))
-    assert mine != tokenizer_fingerprint(make_tokenizer(["<unk>", "</s>", "b", "a"]))
-    other = make_tokenizer(words)
+    tokens = ["<unk>", "</s>", "a", "b"]
+    fingerprint = tokenizer_fingerprint(make_tokenizer(tokens))
+    assert fingerprint == tokenizer_fingerprint(make_tokenizer(tokens))
+    assert fingerprint != tokenizer_fingerprint(make_tokenizer(["<unk>", "</s>", "b", "a"]))
+    other = make_tokenizer(tokens)
     other.pad_token = other.eos_token
-    assert mine == tokenizer_fingerprint(other)
+    assert fingerprint == tokenizer_fingerprint(other)
     other.eos_token = "a"
-    assert mine != tokenizer_fingerprint(other)
+    assert fingerprint != tokenizer_fingerprint(other)

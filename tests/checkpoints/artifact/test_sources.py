@@ -84,14 +84,14 @@ def test_cached_artifacts_are_verified(cache: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "place",
+    "source",
     [
         "nowhere", "~nobody-of-this-name/x", "me/table/more", "me/-table", "m\u0435/table", "me/table@../../x",
     ],
 )  # fmt: skip
-def test_invalid_names_are_shown(cache: Path, place: str) -> None:
-    with pytest.raises(ValueError, match=f"{re.escape(place)}|{re.escape(ascii(place))}"):
-        resolve(place)
+def test_invalid_names_are_shown(cache: Path, source: str) -> None:
+    with pytest.raises(ValueError, match=f"{re.escape(source)}|{re.escape(ascii(source))}"):
+        resolve(source)
 
 
 def test_models_are_left_to_transformers_and_artifacts_are_verified(
@@ -112,10 +112,10 @@ def test_models_are_left_to_transformers_and_artifacts_are_verified(
         model_source("me/drafter")
 
 
-def resolved(place: str, kind: str) -> str:
+def resolved(source: str, kind: str) -> str:
     """Resolve a name; return the file names of the artifact, or the error message."""
     try:
-        return str(sorted(path.name for path in resolve(place, kind).iterdir()))
+        return str(sorted(path.name for path in resolve(source, kind).iterdir()))
     except ValueError as error:
         return " ".join(str(error).split())
 
@@ -144,10 +144,10 @@ def test_only_the_files_of_an_artifact_are_downloaded(
         ("me/heads", "heads", str(heads), heads),
     ]
     monkeypatch.chdir(tmp_path)
-    for place, kind, message, got in cases:
+    for source, kind, message, downloaded in cases:
         hub.got.clear()
-        assert message in resolved(place, kind), place
-        assert sorted(hub.got) == got, place
+        assert message in resolved(source, kind), source
+        assert sorted(hub.got) == downloaded, source
     hub.shutdown()
     hub.server_close()
     assert resolved("me/table", "table") == str(files), "a cached artifact needs no network"

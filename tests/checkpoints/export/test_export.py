@@ -23,11 +23,11 @@ Refused = Callable[..., str]
 def test_an_export_is_an_artifact_with_its_source(make_heads: Make, tmp_path: Path) -> None:
     heads = make_heads()
     findings = export_artifact(heads, "medusa", tmp_path / "out", FORMATS)
-    made, known = verify_artifact(tmp_path / "out"), load_manifest(heads)
+    exported, known = verify_artifact(tmp_path / "out"), load_manifest(heads)
     for name in ("kind", "vocab_size", "tokenizer_fingerprint", "target", "recipe", "evaluation"):
-        assert getattr(made, name) == getattr(known, name)
-    assert made.export is not None
-    assert made.export["of"] == {name: entry["sha256"] for name, entry in known.files.items()}
+        assert getattr(exported, name) == getattr(known, name)
+    assert exported.export is not None
+    assert exported.export["of"] == {name: entry["sha256"] for name, entry in known.files.items()}
     text = (tmp_path / "out" / SERVING_FILE).read_text()
     assert text.startswith("# Serving out\n")
     assert FORMATS["medusa"].readers in text

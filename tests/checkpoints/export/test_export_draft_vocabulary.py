@@ -39,16 +39,16 @@ def test_tokens_outside_the_draft_vocabulary_are_never_proposed(
     form: str, tied: bool, dtype: torch.dtype, make_drafter: Make, export: Export
 ) -> None:
     artifact = make_drafter(dtype, proposed=KEPT, tie_word_embeddings=tied)
-    out, found = export(artifact, form)
+    out, report = export(artifact, form)
     before, logits_XR = likeliest(artifact)
     after, same_XR = likeliest(out)
     assert not torch.isin(before, KEPT).all(), "the test needs likely tokens outside the draft vocabulary"
     assert torch.isin(after, KEPT).all()
     assert torch.equal(logits_XR, same_XR)
-    assert f"in the draft vocabulary of {len(KEPT)} tokens" in found
-    made, model = (AutoModelForCausalLM.from_pretrained(folder) for folder in (out, artifact))
-    assert torch.equal(made.get_input_embeddings().weight, model.get_input_embeddings().weight)
-    assert made.dtype == dtype
+    assert f"in the draft vocabulary of {len(KEPT)} tokens" in report
+    exported, model = (AutoModelForCausalLM.from_pretrained(folder) for folder in (out, artifact))
+    assert torch.equal(exported.get_input_embeddings().weight, model.get_input_embeddings().weight)
+    assert exported.dtype == dtype
     text = (out / SERVING_FILE).read_text()
     assert f"The draft vocabulary has {len(KEPT)} of {VOCAB} tokens." in text
     if form == "transformers":
@@ -74,8 +74,8 @@ def test_an_adapter_is_merged(make_adapter: Make, export: Export) -> None:
 
 def test_gguf(make_drafter: Make, export: Export, llama_cpp: Path) -> None:
     artifact = make_drafter(proposed=KEPT, tie_word_embeddings=True)
-    out, found = export(artifact, "gguf", llama_cpp=llama_cpp)
-    assert "all 21 tensors are identical" in found, "20 tensors, and an untied output layer"
+    out, report = export(artifact, "gguf", llama_cpp=llama_cpp)
+    assert "all 21 tensors are identical" in report, "20 tensors, and an untied output layer"
     assert f"The draft vocabulary has {len(KEPT)} of {VOCAB} tokens." in (out / SERVING_FILE).read_text()
 
 
@@ -97,9 +97,9 @@ def test_an_export_with_another_draft_vocabulary_is_refused(
 def test_doctor_and_inspection_accept_a_draft_vocabulary(make_drafter: Make, export: Export, target: Path) -> None:
     artifact = make_drafter(proposed=KEPT)
     sides = [read_model_info(str(folder), load_tokenizer) for folder in (target, artifact)]
-    found = examine(*sides)
-    assert [finding.check for finding in found.findings] == ["draft vocabulary"]
-    outcomes = {name: verdict.outcome for name, verdict in found.verdicts.items()}
+    diagnosis = examine(*sides)
+    assert [finding.check for finding in diagnosis.findings] == ["draft vocabulary"]
+    outcomes = {name: verdict.outcome for name, verdict in diagnosis.verdicts.items()}
     others = dict.fromkeys(("transformers", "sglang", "llama.cpp"), "works but")
     assert outcomes == others | {"vllm": "refused", "draftsmith": "works"}
     assert find_faults(artifact)[1] == []

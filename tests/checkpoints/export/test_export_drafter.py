@@ -40,14 +40,14 @@ def logits(model: Any) -> torch.Tensor:
 
 def test_an_assistant_keeps_its_settings_and_is_lossless(make_drafter: Make, export: Export, target: Path) -> None:
     artifact = make_drafter()
-    out, found = export(artifact, "transformers", speculative_tokens=3)
+    out, report = export(artifact, "transformers", speculative_tokens=3)
     drafter = AutoModelForCausalLM.from_pretrained(out)
     assert torch.equal(logits(drafter), logits(AutoModelForCausalLM.from_pretrained(artifact)))
     settings = GenerationConfig.from_pretrained(out)
     assert settings.num_assistant_tokens == drafter.generation_config.num_assistant_tokens == 3
     assert settings.num_assistant_tokens_schedule == "constant"
     assert settings.assistant_confidence_threshold == 0
-    assert "all 21 tensors are identical" in found
+    assert "all 21 tensors are identical" in report
     assert not (out / "recipe.yaml").exists()
     values = served(out)
     alone = values["target"].generate(**values["inputs"], max_new_tokens=12, do_sample=False)
@@ -86,8 +86,8 @@ def test_settings_that_transformers_does_not_save_are_kept(make_drafter: Make, e
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_adapter_is_merged(dtype: torch.dtype, make_adapter: Make, export: Export, tmp_path: Path) -> None:
     artifact = make_adapter(dtype)
-    out, found = export(artifact, "transformers")
-    assert "with the adapter merged" in found
+    out, report = export(artifact, "transformers")
+    assert "with the adapter merged" in report
     merged = AutoModelForCausalLM.from_pretrained(out)
     assert merged.dtype == dtype
     assert not (out / "adapter_config.json").exists()
@@ -139,8 +139,8 @@ def test_a_failed_copy_leaves_no_files(
 def test_a_draft_model_for_vllm_and_sglang(
     make_drafter: Make, make_adapter: Make, export: Export, target: Path
 ) -> None:
-    out, found = export(make_drafter(tie_word_embeddings=True), "vllm-sglang", speculative_tokens=5)
-    assert f"vocabulary, tokens and context length equal those of {target}" in found
+    out, report = export(make_drafter(tie_word_embeddings=True), "vllm-sglang", speculative_tokens=5)
+    assert f"vocabulary, tokens and context length equal those of {target}" in report
     text = (out / SERVING_FILE).read_text()
     assert '"method": "draft_model", "model": "exported-vllm-sglang", "num_speculative_tokens": 5}' in text
     assert "--speculative-num-steps 5 --speculative-eagle-topk 1 --speculative-num-draft-tokens 6" in text

@@ -25,19 +25,19 @@ def test_gguf_is_written_by_the_converter_of_the_user(
     dtype: torch.dtype, make_drafter: Make, export: Export, llama_cpp: Path, target: Path
 ) -> None:
     artifact = make_drafter(dtype)
-    out, found = export(artifact, "gguf", llama_cpp=llama_cpp)
-    assert "all 21 tensors are identical" in found
-    assert f"all tokens equal those of {target}" in found
+    out, report = export(artifact, "gguf", llama_cpp=llama_cpp)
+    assert "all 21 tensors are identical" in report
+    assert f"all tokens equal those of {target}" in report
     assert {path.name for path in out.iterdir()} == {"artifact.json", "README.md", "SERVING.md", "model.gguf"}
     assert "--spec-draft-n-max 4" in (out / SERVING_FILE).read_text()
 
 
 def test_tied_weights_and_adapters(make_drafter: Make, make_adapter: Make, export: Export, llama_cpp: Path) -> None:
-    out, found = export(make_drafter(tie_word_embeddings=True), "gguf", llama_cpp=llama_cpp)
-    assert "all 20 tensors are identical" in found
+    out, report = export(make_drafter(tie_word_embeddings=True), "gguf", llama_cpp=llama_cpp)
+    assert "all 20 tensors are identical" in report
     assert "output.weight" not in {tensor.name for tensor in read_gguf(out / "model.gguf").tensors}
-    out, found = export(make_adapter(), "gguf", llama_cpp=llama_cpp, speculative_tokens=7)
-    assert "all 21 tensors are identical" in found
+    out, report = export(make_adapter(), "gguf", llama_cpp=llama_cpp, speculative_tokens=7)
+    assert "all 21 tensors are identical" in report
     assert not [path for path in out.iterdir() if path.is_dir()]
     assert "--spec-draft-n-max 7" in (out / SERVING_FILE).read_text()
 

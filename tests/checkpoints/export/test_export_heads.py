@@ -64,18 +64,18 @@ def vllm_reads(folder: Path, drafted: int, target_vocab: int) -> Tensor:
             shapes |= {f"blocks.{k}.layers.{layer}.weight": (HIDDEN, HIDDEN)}
             shapes |= {f"blocks.{k}.layers.{layer}.bias": (HIDDEN,)}
         shapes[f"lm_heads.{k}.weight"] = (target_vocab, HIDDEN)
-    filled = {name: torch.full(shape, float("nan")) for name, shape in shapes.items()}
+    loaded = {name: torch.full(shape, float("nan")) for name, shape in shapes.items()}
     for path in sorted(folder.glob("*.safetensors")):
         for stored, tensor in load_file(path).items():
             parts = stored.split(".")
-            where = f"blocks.{parts[0]}.layers.{parts[1]}" if "linear" in parts else f"lm_heads.{parts[0]}"
-            name = f"{where}.{parts[-1]}"
-            if name in filled:
-                assert filled[name].shape == tensor.shape
-                filled[name] = tensor
-    assert not [name for name, tensor in filled.items() if name.startswith("blocks") and tensor.isnan().any()]
+            target_name = f"blocks.{parts[0]}.layers.{parts[1]}" if "linear" in parts else f"lm_heads.{parts[0]}"
+            name = f"{target_name}.{parts[-1]}"
+            if name in loaded:
+                assert loaded[name].shape == tensor.shape
+                loaded[name] = tensor
+    assert not [name for name, tensor in loaded.items() if name.startswith("blocks") and tensor.isnan().any()]
     tails = "lm_heads.{k}.weight"
-    return logits_of(filled, "blocks.{k}.layers.{l}.weight", "blocks.{k}.layers.{l}.bias", tails, (drafted, layers))
+    return logits_of(loaded, "blocks.{k}.layers.{l}.weight", "blocks.{k}.layers.{l}.bias", tails, (drafted, layers))
 
 
 def tgi_reads(folder: Path, target: Path) -> Tensor:
@@ -115,8 +115,8 @@ def test_all_engines_load_the_heads_from_one_folder(export: Export, case: str, m
     artifact = make_heads(**CASES[case])
     out, expected = export(artifact, "medusa")[0], own_logits(artifact, target)
     count = CASES[case]["num_heads"]
-    for found in (vllm_reads(out, count, VOCAB), tgi_reads(out, target), tensorrt_reads(out)):
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    for logits in (vllm_reads(out, count, VOCAB), tgi_reads(out, target), tensorrt_reads(out)):
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
     with torch.inference_mode():
         torch.testing.assert_close(load_heads(out)(STATES_BD), expected, rtol=1e-4, atol=1e-4)
     config = json.loads((out / "config.json").read_text())
@@ -159,9 +159,9 @@ def test_the_tokenizer_is_readable_by_transformers_4(export: Export, make_heads:
     out = export(artifact, "medusa")[0]
     config = json.loads((out / "tokenizer_config.json").read_text())
     assert config["tokenizer_class"] == "PreTrainedTokenizerFast", "transformers 4 knows no other class name"
-    made = AutoTokenizer.from_pretrained(out)
-    assert made.all_special_tokens == tokenizer.all_special_tokens
-    assert made("some <s> words").input_ids == tokenizer("some <s> words").input_ids
+    loaded = AutoTokenizer.from_pretrained(out)
+    assert loaded.all_special_tokens == tokenizer.all_special_tokens
+    assert loaded("some <s> words").input_ids == tokenizer("some <s> words").input_ids
     (target / "tokenizer_config.json").write_text("{}")  # like gpt2, whose class follows from config.json
     assert AutoTokenizer.from_pretrained(export(artifact, "medusa")[0]).get_vocab() == tokenizer.get_vocab()
 
@@ -187,6 +187,6 @@ def test_a_wrong_config_is_detected(
     export: Export, size: str, make_heads: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     good = export_heads.engine_config
-    monkeypatch.setattr(export_heads, "engine_config", lambda *given: good(*given) | {size: 7})
+    monkeypatch.setattr(export_heads, "engine_config", lambda *args: good(*args) | {size: 7})
     with pytest.raises(ValueError, match="has the sizes"):
         export(make_heads(projection="target"), "medusa")

@@ -66,7 +66,7 @@ def test_vllm_and_this_engine_draft_the_same_tokens(
     export: Export, make_table: Make, make_llama: Callable[..., LlamaForCausalLM]
 ) -> None:
     table = random_table(2)
-    folder, found = export(make_table(table), "vllm-bigrams", speculative_tokens=4, target="some/target")
+    folder, report = export(make_table(table), "vllm-bigrams", speculative_tokens=4, target="some/target")
     rng = np.random.default_rng(0)
     contexts = [rng.integers(0, VOCAB, size).tolist() for size in (1, 5, 2, 9, 30)]
     contexts[1][-1], contexts[2][-1] = VOCAB - 1, int(table.unigram.argmax())
@@ -74,14 +74,14 @@ def test_vllm_and_this_engine_draft_the_same_tokens(
     chain, target = TableChain(table, 4, TableSource(2, prior)), wrap_model(make_llama(VOCAB))
     context = Context(target, contexts, Limits(8), Sampling(), Rng.for_rows(0, 5), chain.capacity(Limits(8)))
     chain.start(context)
-    wanted = []
+    expected = []
     for root, *drafted in chain.propose(context).tokens_BN.tolist():
         known = [bool(table.row_ptr[token + 1] > table.row_ptr[token]) for token in (root, *drafted)]
-        wanted.append(drafted[: [*known, False].index(False)])
-    assert any(wanted)
-    assert wanted[1] == []  # a token that was never seen
-    assert ask_vllm(folder, contexts) == wanted
-    assert f"after each of {VOCAB} tokens" in found
+        expected.append(drafted[: [*known, False].index(False)])
+    assert any(expected)
+    assert expected[1] == []  # a token that was never seen
+    assert ask_vllm(folder, contexts) == expected
+    assert f"after each of {VOCAB} tokens" in report
     serving = (folder / "SERVING.md").read_text()
     assert "vllm serve some/target" in serving
     (command,) = [line.strip() for line in serving.splitlines() if line.strip().startswith("'{")]
@@ -93,11 +93,11 @@ def test_vllm_and_this_engine_draft_the_same_tokens(
 def test_vllm_gets_no_drafts_beyond_its_limits(export: Export, make_table: Make) -> None:
     table = counted((1, {2: 3, 5: 3}), (2, {1: 9}))
     folder, _ = export(make_table(table), "vllm-bigrams")
-    asked = [[1], [], [0, 2, 1], [7, 1, 2, 1, 2], [1, 1, 1, 1, 1, 2], [9], [VOCAB + 3]]
-    drafted = ask_vllm(folder, asked, VOCAB + 8, longest=6)
+    contexts = [[1], [], [0, 2, 1], [7, 1, 2, 1, 2], [1, 1, 1, 1, 1, 2], [9], [VOCAB + 3]]
+    drafted = ask_vllm(folder, contexts, VOCAB + 8, longest=6)
     assert drafted == [[2, 1, 2, 1], [], [2, 1, 2], [1], [], [], []]  # ties: lower token id; empty prompt; full context
     with pytest.raises(ValueError, match=f"{VOCAB}.*{VOCAB - 1}"):
-        ask_vllm(folder, asked[:1], VOCAB - 1)
+        ask_vllm(folder, contexts[:1], VOCAB - 1)
 
 
 def test_an_export_that_differs_from_its_table_is_refused(

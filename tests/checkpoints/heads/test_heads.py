@@ -66,18 +66,18 @@ def test_stacked_heads_equal_the_formula(
 ) -> None:
     heads = random_heads(num_heads, num_layers, projection, rank)
     hidden_XD = torch.randn(shape)
-    wanted = by_hand(heads, hidden_XD)
+    expected = by_hand(heads, hidden_XD)
     slow = heads.train()(hidden_XD)
     with torch.inference_mode():
         fast = heads.eval()(hidden_XD)
     assert heads._stacked is not None
     one_by_one = torch.stack([heads.head_forward(k, hidden_XD) for k in range(num_heads)], -2)
-    for found in (slow, fast, one_by_one):
-        assert found.shape == (*shape[:-1], num_heads, 13)
-        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    for logits in (slow, fast, one_by_one):
+        assert logits.shape == (*shape[:-1], num_heads, 13)
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
     assert heads.features(hidden_XD).shape == (*shape[:-1], num_heads, rank or 8)
     projected = [heads.features(hidden_XD)[..., k, :] @ heads.projection(k).T for k in range(num_heads)]
-    torch.testing.assert_close(torch.stack(projected, -2), wanted, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(torch.stack(projected, -2), expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(("projection", "rank"), FORMS)
@@ -134,13 +134,13 @@ def test_the_targets_projection_is_shared_and_not_saved() -> None:
 
 def test_logits_have_the_dtype_of_the_targets_projection() -> None:
     heads, hidden_BD = random_heads(projection="target").eval(), torch.randn(5, 8)
-    wanted = by_hand(heads, hidden_BD)
+    expected = by_hand(heads, hidden_BD)
     heads.attach(heads.projection(0).bfloat16())
     for grad in (True, False):
         with torch.set_grad_enabled(grad):
             logits_BKV = heads(hidden_BD.bfloat16())
         assert logits_BKV.dtype == torch.bfloat16
-        torch.testing.assert_close(logits_BKV.float(), wanted, rtol=5e-2, atol=0.3)
+        torch.testing.assert_close(logits_BKV.float(), expected, rtol=5e-2, atol=0.3)
 
 
 @pytest.mark.parametrize(("vocab_size", "hidden_size", "rank"), [(13, 8, 1), (13, 8, 8), (5, 8, 3), (300, 40, 17)])
@@ -190,10 +190,10 @@ def test_heads_survive_a_round_trip(tmp_path: Path, num_layers: int, projection:
 
 def test_heads_without_a_projection_use_that_of_the_target(tmp_path: Path) -> None:
     heads, hidden_BD = random_heads(projection="target"), torch.randn(4, 8)
-    wanted, weight_VD = heads(hidden_BD), heads.projection(0)
+    expected, weight_VD = heads(hidden_BD), heads.projection(0)
     save_heads(heads, tmp_path, "target")
-    assert torch.equal(load_heads(tmp_path, lm_head=weight_VD)(hidden_BD), wanted)
-    assert torch.equal(load_heads(tmp_path).attach(weight_VD)(hidden_BD), wanted)
+    assert torch.equal(load_heads(tmp_path, lm_head=weight_VD)(hidden_BD), expected)
+    assert torch.equal(load_heads(tmp_path).attach(weight_VD)(hidden_BD), expected)
     config = json.loads((tmp_path / CONFIG_FILE).read_text())
     del config["vocab_size"]
     (tmp_path / CONFIG_FILE).write_text(json.dumps(config))
@@ -211,8 +211,8 @@ def test_scaled_heads_equal_heads_of_scaled_states(tmp_path: Path) -> None:
     hidden_XD = torch.randn(5, 8)
     save_heads(scaled.eval(), tmp_path, "base")
     with torch.inference_mode():
-        wanted = heads.eval()(hidden_XD * 0.25)
-        for found in (scaled, load_heads(tmp_path)):
-            torch.testing.assert_close(found(hidden_XD), wanted)  # stacked evaluation
-            assert found.scale == 0.25
-    torch.testing.assert_close(scaled.train()(hidden_XD), wanted)
+        expected = heads.eval()(hidden_XD * 0.25)
+        for module in (scaled, load_heads(tmp_path)):
+            torch.testing.assert_close(module(hidden_XD), expected)  # stacked evaluation
+            assert module.scale == 0.25
+    torch.testing.assert_close(scaled.train()(hidden_XD), expected)

@@ -114,12 +114,12 @@ def test_published_heads_compute_the_same(
     assert loaded.states == "after-norm"
     hidden_BTD = torch.randn(2, 3, HIDDEN)
     with torch.no_grad():
-        wanted = published(hidden_BTD)
-        torch.testing.assert_close(loaded(hidden_BTD), wanted, rtol=1e-5, atol=1e-5)
+        expected = published(hidden_BTD)
+        torch.testing.assert_close(loaded(hidden_BTD), expected, rtol=1e-5, atol=1e-5)
     assert torch.equal(loaded(hidden_BTD), published(hidden_BTD))
     with torch.no_grad():  # loaded blocks are no longer shared
         loaded.get_parameter("1.0.linear.weight").zero_()
-    assert torch.equal(loaded(hidden_BTD)[..., 0, :], wanted[..., 0, :])
+    assert torch.equal(loaded(hidden_BTD)[..., 0, :], expected[..., 0, :])
     assert layers == 1 or bool(loaded.get_parameter("1.1.linear.weight").any())
 
 
@@ -142,8 +142,8 @@ def test_heads_are_counted_and_a_wrong_config_is_reported(tmp_path: Path, target
 def test_shared_blocks_are_found_under_every_name(tmp_path: Path, target: LlamaForCausalLM) -> None:
     published = Published(target, layers=3, shared=True)
     save_model(published.medusa_head, str(tmp_path / HEADS_FILE))
-    with safe_open(tmp_path / HEADS_FILE, framework="pt") as opened:
-        assert len(list(opened.keys())) == HEADS * 3  # weight, bias, projection
+    with safe_open(tmp_path / HEADS_FILE, framework="pt") as file:
+        assert len(list(file.keys())) == HEADS * 3  # weight, bias, projection
     hidden_BD = torch.randn(4, HIDDEN)
     assert torch.equal(load_heads(tmp_path)(hidden_BD), published(hidden_BD))
 
@@ -161,8 +161,8 @@ def refused(call: Callable[[], object], parts: tuple[str, ...]) -> None:
 
 def heads(projection: str = "own") -> PredictionHeads:
     torch.manual_seed(0)
-    made = PredictionHeads(3, 2, 8, 13, projection)
-    return made.attach(torch.randn(13, 8)) if projection == "target" else made
+    module = PredictionHeads(3, 2, 8, 13, projection)
+    return module.attach(torch.randn(13, 8)) if projection == "target" else module
 
 
 @pytest.mark.parametrize(
@@ -200,12 +200,12 @@ def test_heads_that_are_not_finite_are_refused(tmp_path: Path) -> None:
     ],
 )
 def test_invalid_heads_are_not_saved(tmp_path: Path, tensor: Any, parts: tuple[str, ...]) -> None:
-    made = heads()
-    state = made.state_dict() | {"1.2.weight": tensor}
+    module = heads()
+    state = module.state_dict() | {"1.2.weight": tensor}
     if tensor is None:
-        refused(lambda: save_heads(made, tmp_path / "more", "target", state | {"3.2.weight": tensor}), ("2.weight",))
+        refused(lambda: save_heads(module, tmp_path / "more", "target", state | {"3.2.weight": tensor}), ("2.weight",))
         del state["1.2.weight"]
-    refused(lambda: save_heads(made, tmp_path / "given", "target", state), parts)
+    refused(lambda: save_heads(module, tmp_path / "given", "target", state), parts)
     assert list(tmp_path.iterdir()) == []
 
 

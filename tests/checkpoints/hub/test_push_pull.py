@@ -32,8 +32,8 @@ def test_push_and_pull_round_trip(hub: Any, artifact: Path, tmp_path: Path, stan
     assert pulled[1] == commit
     verify_artifact(tmp_path / "theirs", "table")
     assert stand_in.files_of(tmp_path / "theirs") == repo.head()
-    mine = stand_in.files_of(artifact)
-    assert {name for name in mine if mine[name] != repo.head()[name]} == {"README.md", "artifact.json"}
+    local = stand_in.files_of(artifact)
+    assert {name for name in local if local[name] != repo.head()[name]} == {"README.md", "artifact.json"}
     assert (tmp_path / "theirs" / "README.md").read_text() == "a card"
     assert (tmp_path / "theirs").stat().st_mode & 0o777 == 0o755
     assert pushed(artifact) == commit, "an unchanged artifact needs no commit"
@@ -72,10 +72,10 @@ def test_a_concurrent_commit_is_not_overwritten(
     pushed(artifact)
     plan = plan_push(make_artifact(tmp_path / "newer", seed=4), REPO, lambda _: "newer")
     repo = hub.repos[REPO]
-    theirs = repo.add("main", repo.commits[repo.branches["main"]] | {"LICENSE": stand_in.Blob(b"mine")})
+    concurrent = repo.add("main", repo.commits[repo.branches["main"]] | {"LICENSE": stand_in.Blob(b"mine")})
     with pytest.raises(ValueError, match=rf"{REPO}.*412"):
         push(plan)
-    assert repo.branches["main"] == theirs
+    assert repo.branches["main"] == concurrent
 
 
 def test_a_concurrently_created_repository_is_not_used(hub: Any, artifact: Path) -> None:

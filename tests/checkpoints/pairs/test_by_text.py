@@ -22,10 +22,10 @@ LETTERS = " abcdefghijklmnopqrstuvwxyz"
 
 def letters(text: str) -> Any:
     """Return a tokenizer with one token per letter of `text`, in that order."""
-    made = Tokenizer(models.WordLevel({letter: number for number, letter in enumerate(text)}, unk_token=" "))
-    made.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    made.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=made)
+    tokenizer = Tokenizer(models.WordLevel({letter: number for number, letter in enumerate(text)}, unk_token=" "))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
 def permuted(model: LlamaForCausalLM, order_V: torch.Tensor, new: LlamaForCausalLM) -> LlamaForCausalLM:
@@ -58,8 +58,8 @@ def pair(make_llama: Callable[..., LlamaForCausalLM]) -> tuple[Any, Any, Any]:
     drafter.load_state_dict(noise)
     order_V = torch.randperm(size, generator=torch.Generator().manual_seed(1))
     other = wrap_model(permuted(drafter, order_V, make_llama(size)))
-    mine, theirs = letters(LETTERS), letters("".join(LETTERS[number] for number in order_V.tolist()))
-    other.translation = TextTranslation(mine, theirs)
+    own_letters, other_letters = letters(LETTERS), letters("".join(LETTERS[number] for number in order_V.tolist()))
+    other.translation = TextTranslation(own_letters, other_letters)
     return target, wrap_model(drafter), other
 
 
@@ -69,8 +69,8 @@ def test_drafting_by_text_accepts_the_same_number_of_tokens(pair: tuple[Any, Any
     """Permuting the tokens of a drafter changes neither the text nor the number of steps."""
     model, drafter, other = pair
     target = wrap_model(model)
-    mine = letters(LETTERS)
-    prompts = [mine(text).input_ids for text in ("the quick brown", "a", "speculative")[:rows]]
+    tokenizer = letters(LETTERS)
+    prompts = [tokenizer(text).input_ids for text in ("the quick brown", "a", "speculative")[:rows]]
     alone = [
         model.generate(torch.tensor([prompt]), max_new_tokens=40, do_sample=False, eos_token_id=None)[0].tolist()
         for prompt in prompts
@@ -102,10 +102,10 @@ def test_sampling_by_text_follows_the_target(pair: tuple[Any, Any, Any]) -> None
             .double()
             .softmax(-1)
         )
-    wanted_X = (first_V[:, None] * follow_VV).flatten() * rows
-    seen_X = torch.bincount(torch.tensor([a * size + b for a, b in texts]), minlength=size**2).double()
-    common_X = wanted_X > 5
-    chi = float(((seen_X - wanted_X)[common_X] ** 2 / wanted_X[common_X]).sum())
+    expected_X = (first_V[:, None] * follow_VV).flatten() * rows
+    observed_X = torch.bincount(torch.tensor([a * size + b for a, b in texts]), minlength=size**2).double()
+    common_X = expected_X > 5
+    chi = float(((observed_X - expected_X)[common_X] ** 2 / expected_X[common_X]).sum())
     cells = int(common_X.sum())
     assert cells > 20
     assert chi < cells + 5 * (2 * cells) ** 0.5
@@ -114,21 +114,21 @@ def test_sampling_by_text_follows_the_target(pair: tuple[Any, Any, Any]) -> None
 @pytest.mark.parametrize("text", [*TEXTS, *OTHERS])
 def test_drafts_are_retokenised_as_by_the_target(text: str) -> None:
     """Draft tokens become target tokens of the same text at every position, or no tokens inside a character."""
-    mine, theirs = train_bpe(TEXTS, 300, ["<unk>"]), train_bpe(OTHERS, 290, ["<unk>", "<s>"])
-    translation = TextTranslation(mine, theirs)
-    whole = mine(text, add_special_tokens=False).input_ids
-    for place in range(1, len(whole)):
-        before = whole[:place]
-        start = mine.decode(before)
+    target, drafter = train_bpe(TEXTS, 300, ["<unk>"]), train_bpe(OTHERS, 290, ["<unk>", "<s>"])
+    translation = TextTranslation(target, drafter)
+    whole = target(text, add_special_tokens=False).input_ids
+    for position in range(1, len(whole)):
+        before = whole[:position]
+        start = target.decode(before)
         own = translation.to_drafter(before)
-        assert theirs.decode(own, skip_special_tokens=True) == start.rstrip("\ufffd")
-        draft = theirs(text[len(start) :], add_special_tokens=False).input_ids
-        found = translation.to_target(before, own, draft)
+        assert drafter.decode(own, skip_special_tokens=True) == start.rstrip("\ufffd")
+        draft = drafter(text[len(start) :], add_special_tokens=False).input_ids
+        tokens = translation.to_target(before, own, draft)
         if start.endswith("\ufffd"):
-            assert not found
+            assert not tokens
         else:
-            assert mine.decode([*before, *found]) == text
-            assert found == whole[place:], "the tokens differ from those of the whole text"
+            assert target.decode([*before, *tokens]) == text
+            assert tokens == whole[position:], "the tokens differ from those of the whole text"
 
 
 def test_texts_longer_than_the_drafters_limit_continue(pair: tuple[Any, Any, Any]) -> None:

@@ -70,7 +70,7 @@ def test_a_padded_model_generates_the_same_text(family: str, dtype: torch.dtype,
         model.save_pretrained(tmp_path / folder)
         tokenizer.save_pretrained(tmp_path / folder)
     sides = [read_model_info(str(tmp_path / name), load_tokenizer) for name in ("target", "drafter")]
-    assert [(side.rows, side.head_rows) for side in sides] == [(PADDED, PADDED), (VOCAB, VOCAB)]
+    assert [(info.rows, info.head_rows) for info in sides] == [(PADDED, PADDED), (VOCAB, VOCAB)]
     diagnosis = examine(*sides)
     assert "vocab_size" in faults(diagnosis)
     assert faults(diagnosis) <= {"vocab_size", "kind of model"}  # "kind of model" for encoder-decoders

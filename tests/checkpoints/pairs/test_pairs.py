@@ -31,9 +31,9 @@ Change = Callable[[Path], object]
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
     texts = ["the draft target keeps, drops or reads a tree of tokens", "a table, fast, slow"]
-    made = train_bpe(texts, VOCAB, SPECIALS)
-    made.chat_template = CHATML_JINJA
-    return made
+    trained = train_bpe(texts, VOCAB, SPECIALS)
+    trained.chat_template = CHATML_JINJA
+    return trained
 
 
 @pytest.fixture
@@ -168,9 +168,9 @@ def assert_equals_target(target: Path, repaired: Path) -> None:
     models = [AutoModelForCausalLM.from_pretrained(folder).eval() for folder in (target, repaired)]
     ids = torch.arange(VOCAB)[None]
     with torch.no_grad():
-        mine, theirs = (model(ids).logits for model in models)
-    assert torch.equal(mine[..., :VOCAB], theirs[..., :VOCAB])
-    assert torch.equal(mine.argmax(-1), theirs.argmax(-1)), "an added row is the most likely token"
+        expected, actual = (model(ids).logits for model in models)
+    assert torch.equal(expected[..., :VOCAB], actual[..., :VOCAB])
+    assert torch.equal(expected.argmax(-1), actual.argmax(-1)), "an added row is the most likely token"
 
 
 def test_a_correct_pair_has_no_findings(target: Path, drafter: Path) -> None:
@@ -247,8 +247,8 @@ def test_an_artifact_is_repaired_to_an_artifact(target: Path, drafter: Path) -> 
     assert manifest.command == "draftsmith doctor"
     assert_equals_target(target, repaired)
     shutil.rmtree(repaired)
-    with (artifact / "model.safetensors").open("r+b") as opened:
-        opened.write(b"\x07")
+    with (artifact / "model.safetensors").open("r+b") as file:
+        file.write(b"\x07")
     with pytest.raises(ValueError, match="safetensors"):
         mend(target, artifact)
     assert not repaired.exists()
@@ -316,9 +316,9 @@ def test_rare_differences(case: str, target: Path, drafter: Path) -> None:
     change_target, change, expected, refusing = RARER[case]
     change_target(target)
     change(drafter)
-    found = look(target, drafter)
-    severities = {finding.check: finding.severity for finding in found.findings}
+    diagnosis = look(target, drafter)
+    severities = {finding.check: finding.severity for finding in diagnosis.findings}
     assert expected.items() <= severities.items()
     assert set(severities) - set(expected) <= {"tensors", "encoding", "special ids", "context length"}
     if "tensors" not in severities:
-        assert outcomes(found, "refused") == refusing
+        assert outcomes(diagnosis, "refused") == refusing

@@ -197,17 +197,17 @@ def test_the_folder_of_an_active_writer_is_kept(tmp_path: Path) -> None:
 def test_only_leftovers_of_killed_writers_are_removed(tmp_path: Path) -> None:
     with forked(lambda: None) as child:
         ended(child)  # a process that no longer exists
-    stay = [f".t.{child}-abcd1234.saving.mine", ".t.saving"]
-    gone = [f".t.{child}-abcd1234.saving", f".t.{child}-abcd1235.old", f".other.x.{child}-abcd1234.saving"]
+    remaining = [f".t.{child}-abcd1234.saving.mine", ".t.saving"]
+    removed = [f".t.{child}-abcd1234.saving", f".t.{child}-abcd1235.old", f".other.x.{child}-abcd1234.saving"]
     # in containers, an earlier process may have had the id of this one
     reused, back = f".other.{os.getpid()}-abcd1234.saving", f".back.{child}-abcd1234.old"
-    for name in (*stay, *gone, reused, back):
+    for name in (*remaining, *removed, reused, back):
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").write_text("")
     (tmp_path / f".file.{child}-abcd1234.saving").write_text("half")
     (tmp_path / f"{reused}.lock").write_text("of no process")
     write(tmp_path / "t", "a")
-    assert sorted(os.listdir(tmp_path)) == sorted([*stay, "back", "t"])
+    assert sorted(os.listdir(tmp_path)) == sorted([*remaining, "back", "t"])
 
 
 @pytest.mark.parametrize("writer", [atomic_dir, atomic_file])

@@ -32,8 +32,8 @@ WHOLE = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight":
 
 def model_name(name: str) -> str:
     """Return the transformers name of a GGUF tensor of a Llama."""
-    found = re.fullmatch(r"blk\.(\d+)\.(\w+)\.weight", name)
-    return f"model.layers.{found[1]}.{NAMES[found[2]]}.weight" if found else WHOLE[name]
+    match = re.fullmatch(r"blk\.(\d+)\.(\w+)\.weight", name)
+    return f"model.layers.{match[1]}.{NAMES[match[2]]}.weight" if match else WHOLE[name]
 
 
 def in_halves(weight: np.ndarray, heads: int) -> np.ndarray:
@@ -43,13 +43,13 @@ def in_halves(weight: np.ndarray, heads: int) -> np.ndarray:
 
 def values_of(file: Path, heads: int, kv_heads: int) -> dict[str, np.ndarray]:
     """Read the tensors of a Llama from a GGUF file with the gguf package only."""
-    found = {}
+    values = {}
     for tensor in GGUFReader(file).tensors:
         value = dequantize(tensor.data, tensor.tensor_type)
         if "attn_q" in tensor.name or "attn_k" in tensor.name:
             value = in_halves(value, heads if "attn_q" in tensor.name else kv_heads)
-        found[model_name(tensor.name)] = value
-    return found
+        values[model_name(tensor.name)] = value
+    return values
 
 
 def write_gguf(file: Path, pre: str, architecture: str = "llama", quantised: bool = True) -> Path:
@@ -97,17 +97,17 @@ def write_gguf(file: Path, pre: str, architecture: str = "llama", quantised: boo
 @pytest.fixture(scope="module")
 def write(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Return a function that calls `write_gguf` with a new folder."""
-    return lambda *how: write_gguf(tmp_path_factory.mktemp("gguf") / "tiny.gguf", *how)
+    return lambda *options: write_gguf(tmp_path_factory.mktemp("gguf") / "tiny.gguf", *options)
 
 
 @pytest.mark.parametrize("pre", ["smollm", "gpt-2", "llama-bpe"])
 def test_converted_tensors_equal_those_of_the_file(write: Callable[..., Path], tmp_path: Path, pre: str) -> None:
     file = write(pre)
     convert_gguf(file, tmp_path, "float32")
-    found, wanted = load_file(tmp_path / "model.safetensors"), values_of(file, HEADS, KV_HEADS)
-    assert found.keys() == wanted.keys(), "the tied output layer must not be stored"
-    for name, value in wanted.items():
-        np.testing.assert_array_equal(found[name], value)
+    converted, expected = load_file(tmp_path / "model.safetensors"), values_of(file, HEADS, KV_HEADS)
+    assert converted.keys() == expected.keys(), "the tied output layer must not be stored"
+    for name, value in expected.items():
+        np.testing.assert_array_equal(converted[name], value)
     model = load_model(str(tmp_path))
     assert isinstance(model, LlamaForCausalLM)
     assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
@@ -122,11 +122,11 @@ def test_quantised_files_become_bfloat16_and_others_keep_their_values(
     file, calls = write("smollm"), list[tuple[int, int]]()
     monkeypatch.setattr(gguf, "_AT_ONCE", 3 * HIDDEN)
     convert_gguf(file, tmp_path / "a", progress=lambda *call: calls.append(call))
-    found = load_torch(tmp_path / "a" / "model.safetensors")
+    converted = load_torch(tmp_path / "a" / "model.safetensors")
     for name, value in values_of(file, HEADS, KV_HEADS).items():
-        assert torch.equal(found[name], torch.from_numpy(np.ascontiguousarray(value)).bfloat16())
+        assert torch.equal(converted[name], torch.from_numpy(np.ascontiguousarray(value)).bfloat16())
     assert json.loads((tmp_path / "a" / "config.json").read_text())["dtype"] == "bfloat16"
-    assert calls[-1] == (len(found), len(found))
+    assert calls[-1] == (len(converted), len(converted))
     convert_gguf(write("smollm", "llama", False), tmp_path / "b")
     assert {tensor.dtype for tensor in load_torch(tmp_path / "b" / "model.safetensors").values()} == {torch.float32}
 
@@ -163,10 +163,10 @@ def test_a_gguf_file_can_be_named_as_a_model(
     with torch.no_grad():
         assert torch.equal(load_model(str(file))(ids).logits, load_model(str(tmp_path / "plain"))(ids).logits)
     assert load_tokenizer(str(file)).get_vocab() == load_tokenizer(str(tmp_path / "plain")).get_vocab()
-    (kept,) = (tmp_path / "cache" / "draftsmith" / "gguf").glob("tiny-*")
-    stamp = (kept / "model.safetensors").stat().st_mtime_ns
+    (cached,) = (tmp_path / "cache" / "draftsmith" / "gguf").glob("tiny-*")
+    stamp = (cached / "model.safetensors").stat().st_mtime_ns
     load_model(str(file))
-    assert (kept / "model.safetensors").stat().st_mtime_ns == stamp, "the file was converted again"
+    assert (cached / "model.safetensors").stat().st_mtime_ns == stamp, "the file was converted again"
 
 
 @pytest.mark.parametrize(
@@ -190,6 +190,6 @@ def test_smollm2_equals_llama_cpp(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(str(tmp_path))
     for text, ids in GOLDEN:
         assert tokenizer.encode(text, add_special_tokens=False) == ids, text
-    found = load_file(tmp_path / "model.safetensors")
+    converted = load_file(tmp_path / "model.safetensors")
     for name, value in values_of(file, 9, 3).items():
-        np.testing.assert_array_equal(found[name], value)
+        np.testing.assert_array_equal(converted[name], value)

@@ -38,8 +38,8 @@ def test_install_commands_for_a_checkout_and_for_a_package(tmp_path: Path, monke
     installed = tmp_path / "draftsmith" / "checkpoints" / "storage" / "messages.py"
     installed.parent.mkdir(parents=True)
     shutil.copyfile(messages.__file__, installed)
-    shown = "from messages import install_hint; print(install_hint('clean'), install_hint(), sep='; ')"
+    code = "from messages import install_hint; print(install_hint('clean'), install_hint(), sep='; ')"
     done = subprocess.run(
-        [sys.executable, "-c", shown], cwd=installed.parent, capture_output=True, text=True, check=True
+        [sys.executable, "-c", code], cwd=installed.parent, capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == "pip install 'draftsmith[clean]'; pip install draftsmith"

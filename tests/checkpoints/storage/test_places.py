@@ -28,13 +28,13 @@ def test_a_missing_path_is_not_looked_up_on_the_hub(
 
 
 def test_an_unreachable_hub_is_queried_once(stand_in: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
+    connections = []
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def hang_up() -> None:
             while True:
                 connection, _ = server.accept()
-                asked.append(connection)
+                connections.append(connection)
                 connection.close()
 
         threading.Thread(target=hang_up, daemon=True).start()
@@ -44,4 +44,4 @@ def test_an_unreachable_hub_is_queried_once(stand_in: Any, tmp_path: Path, monke
             with pytest.raises(ValueError, match=f"user/nowhere.*{url} cannot be reached"):
                 load("user/nowhere")
         assert url in out_of_reach()
-        assert len(asked) == 1
+        assert len(connections) == 1

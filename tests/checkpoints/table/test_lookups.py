@@ -38,19 +38,19 @@ def test_distributions_equal_the_formula(documents: list[list[int]], add_k: floa
     table = counted(documents)
     counts = held(table)
     rows = table.distributions("cpu", prior, add_k)
-    found = rows.after(TOKENS)
-    assert found.dtype == torch.float32
-    np.testing.assert_allclose(found.double().sum(-1), 1, atol=2e-6)
+    actual = rows.after(TOKENS)
+    assert actual.dtype == torch.float32
+    np.testing.assert_allclose(actual.double().sum(-1), 1, atol=2e-6)
     unigram = (table.unigram.numpy() + 1) / (table.unigram.numpy() + 1).sum()
     np.testing.assert_allclose(rows.unigram_V, unigram, rtol=1e-6)
     pseudo_counts = np.full(VOCAB, add_k) if add_k else prior * unigram
-    wanted = (counts + pseudo_counts) / (counts.sum(1, keepdims=True) + pseudo_counts.sum())
-    np.testing.assert_allclose(found, wanted, atol=1e-6)
+    expected = (counts + pseudo_counts) / (counts.sum(1, keepdims=True) + pseudo_counts.sum())
+    np.testing.assert_allclose(actual, expected, atol=1e-6)
     best = rows.most_likely(TOKENS).numpy()
-    np.testing.assert_allclose(wanted[np.arange(VOCAB), best], wanted.max(1), rtol=1e-12)
+    np.testing.assert_allclose(expected[np.arange(VOCAB), best], expected.max(1), rtol=1e-12)
     padded_RV = torch.outer(rows._base_V, rows._spread_V)
     rows._add_padded(padded_RV, TOKENS)
-    np.testing.assert_allclose(padded_RV, found, atol=1e-7)
+    np.testing.assert_allclose(padded_RV, actual, atol=1e-7)
 
 
 @settings(deadline=None)
@@ -58,17 +58,17 @@ def test_distributions_equal_the_formula(documents: list[list[int]], add_k: floa
 def test_correlations_equal_the_formula(documents: list[list[int]], add_k: float, unseen: float) -> None:
     table = counted(documents)
     counts = held(table)
-    found = table.look_up(TOKENS[:, None], TOKENS, log_of(unseen), add_k)
-    assert found.dtype == torch.float32
+    actual = table.look_up(TOKENS[:, None], TOKENS, log_of(unseen), add_k)
+    assert actual.dtype == torch.float32
     p_right = np.maximum(counts.sum(0), 1) / max(counts.sum(), 1)
     left = counts.sum(1, keepdims=True)
     with np.errstate(divide="ignore", invalid="ignore"):
         if add_k:
-            wanted = np.log((counts + add_k) / (left + add_k * VOCAB) / p_right)
+            expected = np.log((counts + add_k) / (left + add_k * VOCAB) / p_right)
         else:
-            wanted = np.log(np.where(counts > 0, counts / left / p_right, unseen))
-    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=2e-6)
-    assert not add_k or bool(found.isfinite().all())
+            expected = np.log(np.where(counts > 0, counts / left / p_right, unseen))
+    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=2e-6)
+    assert not add_k or bool(actual.isfinite().all())
 
 
 @pytest.mark.parametrize("vocab_size", [1, 2, 255, 65_535, 65_536, 70_000])
@@ -77,9 +77,9 @@ def test_look_up_finds_the_first_and_the_last_pair_of_any_vocabulary(vocab_size:
     last = vocab_size - 1
     table = counted([[last, last], [0, 0], [0, last], [0, 0]], vocab_size)
     corners = torch.tensor([0, 0, last, last]), torch.tensor([0, last, 0, last])
-    seen = {(last, last), (0, 0), (0, last)}
-    found = table.look_up(*corners, log_of(0))
-    assert found.isfinite().tolist() == [(int(x), int(y)) in seen for x, y in zip(*corners, strict=True)]
+    pairs = {(last, last), (0, 0), (0, last)}
+    actual = table.look_up(*corners, log_of(0))
+    assert actual.isfinite().tolist() == [(int(x), int(y)) in pairs for x, y in zip(*corners, strict=True)]
     without = counted([[0, 0]], vocab_size).look_up(*corners, log_of(0))
     assert without.isfinite().tolist() == [(int(x), int(y)) == (0, 0) for x, y in zip(*corners, strict=True)]
 
@@ -95,13 +95,13 @@ def test_lookups_of_a_large_table_equal_the_formulas() -> None:
     keys, counts = np.unique(x * vocab + y, return_counts=True)
     np.testing.assert_array_equal(table.count, counts)
     left, right = np.bincount(x, minlength=vocab), np.bincount(y, minlength=vocab)
-    wanted_x, wanted_y = (np.append(known[:500], rng.integers(0, vocab, 500)) for known in (x, y))
-    place = np.searchsorted(keys, wanted_x * vocab + wanted_y).clip(max=len(keys) - 1)
-    seen = keys[place] == wanted_x * vocab + wanted_y
+    query_x, query_y = (np.append(known[:500], rng.integers(0, vocab, 500)) for known in (x, y))
+    indices = np.searchsorted(keys, query_x * vocab + query_y).clip(max=len(keys) - 1)
+    is_known = keys[indices] == query_x * vocab + query_y
     with np.errstate(divide="ignore"):
-        r = np.where(seen, counts[place] * float(len(x)) / (left[wanted_x] * right[wanted_y]), 0.01)
-    found = table.look_up(torch.from_numpy(wanted_x), torch.from_numpy(wanted_y), log_of(0.01))
-    np.testing.assert_allclose(found, np.log(r), rtol=1e-5, atol=1e-5)
+        r = np.where(is_known, counts[indices] * float(len(x)) / (left[query_x] * right[query_y]), 0.01)
+    actual = table.look_up(torch.from_numpy(query_x), torch.from_numpy(query_y), log_of(0.01))
+    np.testing.assert_allclose(actual, np.log(r), rtol=1e-5, atol=1e-5)
     after = table.distributions("cpu", 1.0).after(torch.tensor([[0, 1], [vocab - 1, 5]]))
     assert after.shape == (2, 2, vocab)
     np.testing.assert_allclose(after.double().sum(-1), 1, atol=1e-4)
@@ -116,17 +116,17 @@ def test_lookups_of_a_large_table_equal_the_formulas() -> None:
 def test_lookups_on_a_gpu_are_equal_and_do_not_synchronise(add_k: float) -> None:
     table = counted([np.random.default_rng(1).integers(0, VOCAB, 60).tolist()])
     moved, tokens = table.to("cuda"), TOKENS.cuda()
-    wanted = table.look_up(TOKENS[:, None], TOKENS, log_of(0.01), add_k)
+    expected = table.look_up(TOKENS[:, None], TOKENS, log_of(0.01), add_k)
     rows = table.distributions("cuda", 1.0, add_k)
     log_unseen = torch.tensor(math.log(0.01), device="cuda")
     moved.look_up(tokens[:, None], tokens, log_unseen, add_k), rows.after(tokens), rows.most_likely(tokens)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):  # capture fails if an operation synchronises
-        found = moved.look_up(tokens[:, None], tokens, log_unseen, add_k)
+        actual = moved.look_up(tokens[:, None], tokens, log_unseen, add_k)
         after, best = rows.after(tokens), rows.most_likely(tokens)
     graph.replay()
-    torch.testing.assert_close(found.cpu(), wanted, rtol=1e-5, atol=1e-6)
-    there = table.distributions("cpu", 1.0, add_k)
-    torch.testing.assert_close(after.cpu(), there.after(TOKENS), rtol=1e-5, atol=1e-6)
-    assert torch.equal(best.cpu(), there.most_likely(TOKENS))
+    torch.testing.assert_close(actual.cpu(), expected, rtol=1e-5, atol=1e-6)
+    on_cpu = table.distributions("cpu", 1.0, add_k)
+    torch.testing.assert_close(after.cpu(), on_cpu.after(TOKENS), rtol=1e-5, atol=1e-6)
+    assert torch.equal(best.cpu(), on_cpu.most_likely(TOKENS))

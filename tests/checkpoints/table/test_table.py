@@ -93,8 +93,8 @@ def test_a_loaded_table_is_memory_mapped(tmp_path: Path) -> None:
     output = subprocess.run(
         [sys.executable, "-c", LOAD_MAPPED, str(tmp_path)], capture_output=True, text=True, check=True
     )
-    grown, found = output.stdout.split()
-    assert int(found) == entries
+    grown, count = output.stdout.split()
+    assert int(count) == entries
     assert (tmp_path / TABLE_FILE).stat().st_size > 24e6
     assert float(grown) < 12
 

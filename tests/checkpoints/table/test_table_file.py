@@ -23,8 +23,8 @@ def run_in_parts(entries: dict[int, int], vocab_size: int, sizes: list[int]) -> 
 
 
 def read(path: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
-    with safe_open(path, framework="np") as opened:
-        return {name: opened.get_tensor(name) for name in opened.keys()}, opened.metadata()  # noqa: SIM118
+    with safe_open(path, framework="np") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}, file.metadata()  # noqa: SIM118
 
 
 @settings(deadline=None, max_examples=60)
@@ -44,14 +44,14 @@ def test_the_library_reads_streamed_files(
     tensors, metadata = read(path)
     order = sorted(entries)
     rows = np.bincount(np.array(order, dtype=np.int64) // vocab_size, minlength=vocab_size)
-    wanted = {
+    expected = {
         "row_ptr": np.concatenate(([0], np.cumsum(rows))),
         "col": np.array(order, dtype=np.int64).astype(np.int64) % vocab_size,
         "count": np.array([entries[key] for key in order], dtype=np.int64),
         "unigram": unigram,
     }
-    assert set(tensors) == set(wanted)
-    for name, array in wanted.items():
+    assert set(tensors) == set(expected)
+    for name, array in expected.items():
         np.testing.assert_array_equal(tensors[name], array, err_msg=name)
         assert tensors[name].dtype == (np.int32 if name in ("col", "count") else np.int64)
     assert metadata == {"format": "pt", "vocab_size": str(vocab_size)}
@@ -60,7 +60,7 @@ def test_the_library_reads_streamed_files(
     assert again.read_bytes() == path.read_bytes(), "the file depends on the sizes of the parts"
     assert sorted(path.parent.iterdir()) == sorted([path, again])
     # The bytes after the header equal those written by the library.
-    own = save({name: array.astype(tensors[name].dtype) for name, array in wanted.items()})
+    own = save({name: array.astype(tensors[name].dtype) for name, array in expected.items()})
     head = [8 + int.from_bytes(content[:8], "little") for content in (own, path.read_bytes())]
     assert own[head[0] :] == path.read_bytes()[head[1] :]
 

@@ -23,9 +23,9 @@ def followers(texts: list[np.ndarray], context: list[int]) -> tuple[int, list[tu
     for length in range(min(CONTEXT, len(context)), 0, -1):
         end = context[-length:]
         rows = [text.tolist() for text in texts]
-        found = [tuple(row[at:]) for row in rows for at in range(length, len(row)) if row[at - length : at] == end]
-        if found:
-            return length, found
+        results = [tuple(row[at:]) for row in rows for at in range(length, len(row)) if row[at - length : at] == end]
+        if results:
+            return length, results
     return 0, []
 
 
@@ -42,12 +42,12 @@ def test_continuations_of_a_context(tmp_path: Path, seed: int) -> None:
             text = texts[draw.integers(len(texts))].tolist()
             context = text[: draw.integers(len(text) + 1)] or context
         length, places_N = store.matches(np.array(context))
-        wanted, after = followers(texts, context)
-        told = []
-        for place in places_N:
-            end = place + int((store.ids_T[place:] < 0).argmax())  # a negative id ends a text
-            told.append(tuple(store.ids_T[place:end].tolist()))
-        assert (length, sorted(told)) == (wanted, sorted(after))
+        expected_length, expected = followers(texts, context)
+        continuations = []
+        for start in places_N:
+            end = start + int((store.ids_T[start:] < 0).argmax())  # a negative id ends a text
+            continuations.append(tuple(store.ids_T[start:end].tolist()))
+        assert (length, sorted(continuations)) == (expected_length, sorted(expected))
         lengths.add(length)
     assert lengths >= {0, 1, 2, 3, CONTEXT}
 
@@ -59,28 +59,28 @@ def test_a_table_saves_its_texts(tmp_path: Path) -> None:
     assert BigramTable.load(tmp_path).texts is None
     table.texts = TextStore.from_documents(texts)
     table.save(tmp_path)
-    kept = BigramTable.load(tmp_path).to("cpu").texts
-    assert kept is not None
-    assert np.array_equal(kept.places_N, table.texts.places_N)
+    loaded = BigramTable.load(tmp_path).to("cpu").texts
+    assert loaded is not None
+    assert np.array_equal(loaded.places_N, table.texts.places_N)
 
 
 @pytest.mark.parametrize(
     ("change", "parts"),
     [
-        (lambda found: found.update(ids=np.where(found["ids"] == 4, VOCAB, found["ids"])), ("ids", "5", "4")),
-        (lambda found: found.update(places=found["places"] - CONTEXT), ("places", str(CONTEXT))),
-        (lambda found: found.update(places=found["places"] + CONTEXT), ("places",)),
-        (lambda found: found.update(ids=found["ids"].astype(np.int64)), ("int32",)),
-        (lambda found: found.pop("places"), ("places",)),
+        (lambda tensors: tensors.update(ids=np.where(tensors["ids"] == 4, VOCAB, tensors["ids"])), ("ids", "5", "4")),
+        (lambda tensors: tensors.update(places=tensors["places"] - CONTEXT), ("places", str(CONTEXT))),
+        (lambda tensors: tensors.update(places=tensors["places"] + CONTEXT), ("places",)),
+        (lambda tensors: tensors.update(ids=tensors["ids"].astype(np.int64)), ("int32",)),
+        (lambda tensors: tensors.pop("places"), ("places",)),
     ],
 )
 def test_invalid_texts_are_refused(
     tmp_path: Path, change: Callable[[dict[str, np.ndarray]], object], parts: tuple[str, ...]
 ) -> None:
     TextStore.from_documents(documents(1)).save(tmp_path)
-    found = load_file(tmp_path / TEXTS_FILE)
-    change(found)
-    save_file(found, tmp_path / TEXTS_FILE)
+    tensors = load_file(tmp_path / TEXTS_FILE)
+    change(tensors)
+    save_file(tensors, tmp_path / TEXTS_FILE)
     with pytest.raises(ValueError, match=TEXTS_FILE) as caught:
         TextStore.load(tmp_path, VOCAB)
     for part in parts:

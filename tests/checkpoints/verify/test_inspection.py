@@ -62,7 +62,7 @@ def test_every_fault_is_reported(tmp_path: Path) -> None:
     (out / "deep").mkdir()
     (out / "deep" / "extra").write_text("")
     (out / ".hidden").write_text("what a hub adds")
-    wanted = [
+    expected = [
         "lacks gone",
         "contains deep/extra",
         "flipped has SHA-256",
@@ -70,10 +70,10 @@ def test_every_fault_is_reported(tmp_path: Path) -> None:
     ]
     manifest, faults = find_faults(out)
     assert manifest is not None
-    assert len(faults) == len(wanted)
+    assert len(faults) == len(expected)
     with pytest.raises(ValueError, match="lacks gone") as caught:
         verify_artifact(out)
-    for part in wanted:
+    for part in expected:
         assert sum(part in fault for fault in faults) == 1, part
         assert part in str(caught.value)
 
@@ -84,11 +84,11 @@ def test_a_single_flipped_bit_is_detected(tmp_path: Path) -> None:
     draws = np.random.default_rng(0)
     for path in sorted(set(out.iterdir()) - {out / "artifact.json", out / "README.md"}):
         good = path.read_bytes()
-        for place, bit in enumerate(draws.integers(0, 8, len(good))):
+        for position, bit in enumerate(draws.integers(0, 8, len(good))):
             bad = bytearray(good)
-            bad[place] ^= 1 << int(bit)
+            bad[position] ^= 1 << int(bit)
             path.write_bytes(bad)
-            assert find_faults(out)[1], (path, place, bit)
+            assert find_faults(out)[1], (path, position, bit)
         path.write_bytes(good)
     assert find_faults(out)[1] == []
 

@@ -55,8 +55,8 @@ def shard(folder: Path, **files: str) -> None:
     tensors = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
     places = {name: f"model-{1 + (name == 'lm_head.weight')}.safetensors" for name in tensors}
-    for place in set(places.values()):
-        save_file({name: tensors[name] for name in tensors if places[name] == place}, folder / place, {"format": "pt"})
+    for file in set(places.values()):
+        save_file({name: tensors[name] for name in tensors if places[name] == file}, folder / file, {"format": "pt"})
     index = {"metadata": {}, "weight_map": places | files}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
@@ -65,14 +65,14 @@ def test_pickled_weights_are_read_only_with_the_flag(
     folder: Path, model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pickle_weights(folder)
-    said = r"pickled weights.*DRAFTSMITH_UNPICKLE=1"
+    message = r"pickled weights.*DRAFTSMITH_UNPICKLE=1"
     for load in (load_model, load_teacher):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             load(str(folder))
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         build_model(ModelSection(source=str(folder)), 0)
     monkeypatch.setenv("DRAFTSMITH_UNPICKLE", "yes")
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         load_model(str(folder))
     monkeypatch.setenv("DRAFTSMITH_UNPICKLE", "1")
     assert same(load_model(str(folder)), model)
@@ -86,12 +86,12 @@ def test_a_pickled_adapter_is_read_only_with_the_flag(
     changed.save_pretrained(str(tmp_path / "adapter"))
     assert not same(load_model(str(tmp_path / "adapter")), model)
     pickle_weights(tmp_path / "adapter", "adapter_model", "adapter_model.bin")
-    beside = Path(shutil.copytree(folder, tmp_path / "beside"))  # transformers would load this adapter
+    combined = Path(shutil.copytree(folder, tmp_path / "beside"))  # transformers would load this adapter
     for path in (tmp_path / "adapter").iterdir():
-        shutil.copyfile(path, beside / path.name)
-    for place in (tmp_path / "adapter", beside):
+        shutil.copyfile(path, combined / path.name)
+    for path_to_load in (tmp_path / "adapter", combined):
         with pytest.raises(ValueError, match=r"adapter_model\.safetensors is missing; pickled"):
-            load_model(str(place))
+            load_model(str(path_to_load))
     monkeypatch.setenv("DRAFTSMITH_UNPICKLE", "1")
     assert same(load_model(str(tmp_path / "adapter")), changed.merge_and_unload().eval())
 
@@ -113,18 +113,18 @@ def test_adapters_of_tied_embeddings_merge_as_in_peft(
 ) -> None:
     make_llama(VOCAB, tie_word_embeddings=True).save_pretrained(tmp_path / "model")
     config = LoraConfig(r=2, task_type="CAUSAL_LM", init_lora_weights=False, **changed)
-    made = get_peft_model(LlamaForCausalLM.from_pretrained(tmp_path / "model"), config)
+    adapted = get_peft_model(LlamaForCausalLM.from_pretrained(tmp_path / "model"), config)
     with torch.no_grad():
-        for parameter in made.parameters():
+        for parameter in adapted.parameters():
             if parameter.requires_grad:
                 parameter.add_(torch.randn_like(parameter) / 4)
-    made.save_pretrained(str(tmp_path / "adapter"))
+    adapted.save_pretrained(str(tmp_path / "adapter"))
     ids = torch.arange(8)[None] % VOCAB
-    expected = made.eval()(ids).logits
+    expected = adapted.eval()(ids).logits
     merged = load_model(str(tmp_path / "adapter"))
     merged.save_pretrained(tmp_path / "merged")
-    for found in (merged, load_model(str(tmp_path / "merged"))):
-        torch.testing.assert_close(found(ids).logits, expected, rtol=1e-4, atol=1e-5)
+    for loaded in (merged, load_model(str(tmp_path / "merged"))):
+        torch.testing.assert_close(loaded(ids).logits, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_an_adapter_for_more_tokens_names_both_numbers(
@@ -132,9 +132,9 @@ def test_an_adapter_for_more_tokens_names_both_numbers(
 ) -> None:
     for changed in ({"modules_to_save": ["lm_head", "embed_tokens"]}, {}):
         config = LoraConfig(r=2, target_modules=["q_proj", "lm_head"][: 2 - bool(changed)], **changed)
-        made = get_peft_model(make_llama(VOCAB + 8), config)
-        made.peft_config["default"].base_model_name_or_path = str(folder)
-        made.save_pretrained(str(tmp_path / "adapter"), save_embedding_layers=False)
+        adapted = get_peft_model(make_llama(VOCAB + 8), config)
+        adapted.peft_config["default"].base_model_name_or_path = str(folder)
+        adapted.save_pretrained(str(tmp_path / "adapter"), save_embedding_layers=False)
         with pytest.raises(ValueError, match=r"24 tokens.*has 16.*resize_token_embeddings\(24\).*adapter_config"):
             load_model(str(tmp_path / "adapter"))
 
@@ -146,19 +146,19 @@ def test_pickles_that_an_index_names_are_refused(folder: Path) -> None:
         load_model(str(folder))
 
 
-@pytest.mark.parametrize("kept", ["model.safetensors", "pytorch_model.bin"])
+@pytest.mark.parametrize("weights", ["model.safetensors", "pytorch_model.bin"])
 def test_models_of_the_hub(
-    kept: str, folder: Path, model: LlamaForCausalLM, hub: Any, monkeypatch: pytest.MonkeyPatch
+    weights: str, folder: Path, model: LlamaForCausalLM, hub: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DISABLE_SAFETENSORS_CONVERSION", "1")
-    name = f"me/{kept}"  # transformers caches the files of a name
+    name = f"me/{weights}"  # transformers caches the files of a name
     files = {file: (folder / file).read_bytes() for file in ("config.json", "model.safetensors")}
-    if kept == "pytorch_model.bin":
-        opened = io.BytesIO()
-        torch.save(load_file(folder / "model.safetensors"), opened)
-        files = {"config.json": files["config.json"], kept: opened.getvalue()}
+    if weights == "pytorch_model.bin":
+        buffer = io.BytesIO()
+        torch.save(load_file(folder / "model.safetensors"), buffer)
+        files = {"config.json": files["config.json"], weights: buffer.getvalue()}
     hub.repo(name, files)
-    if kept == "pytorch_model.bin":
+    if weights == "pytorch_model.bin":
         with pytest.raises(ValueError, match=r"pickled weights.*DRAFTSMITH_UNPICKLE=1"):
             load_model(name)
         monkeypatch.setenv("DRAFTSMITH_UNPICKLE", "1")

@@ -89,22 +89,22 @@ def test_additional_tensors_are_accepted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "change", "said"),
+    ("kind", "change", "needle"),
     [
-        ("heads", lambda held: None, None),
+        ("heads", lambda stored: None, None),
         ("heads", lose("1.0.linear.bias"), "lacks 1.0.linear.bias"),
-        ("heads", lambda held: held["1.0.linear.bias"].__setitem__(3, math.nan), "1 tensor (1.0.linear.bias)"),
-        ("table", lambda held: None, None),
+        ("heads", lambda stored: stored["1.0.linear.bias"].__setitem__(3, math.nan), "1 tensor (1.0.linear.bias)"),
+        ("table", lambda stored: None, None),
         ("table", lose("count"), "is not a table: it lacks count"),
-        ("table", lambda held: held.update(unigram=torch.ones(5, dtype=torch.int64)), "entries for 5 tokens"),
+        ("table", lambda stored: stored.update(unigram=torch.ones(5, dtype=torch.int64)), "entries for 5 tokens"),
         (
             "table",
-            lambda held: held.update(left=torch.ones(VOCAB, dtype=torch.int64)),
+            lambda stored: stored.update(left=torch.ones(VOCAB, dtype=torch.int64)),
             "expected only the tensors",
         ),
     ],
 )
-def test_faults_of_heads_and_tables_are_noticed(kind: str, change: Change, said: str | None, tmp_path: Path) -> None:
+def test_faults_of_heads_and_tables_are_noticed(kind: str, change: Change, needle: str | None, tmp_path: Path) -> None:
     def write(folder: Path) -> None:
         if kind == "heads":
             save_heads(PredictionHeads(3, 1, 16, VOCAB), folder, "target")
@@ -113,14 +113,14 @@ def test_faults_of_heads_and_tables_are_noticed(kind: str, change: Change, said:
         edit_tensors(next(folder.glob("*.safetensors")), change)
 
     faults = find_faults(artifact(tmp_path / "a", write, kind))[1]
-    assert [said in fault for fault in faults] == ([] if said is None else [True])
+    assert [needle in fault for fault in faults] == ([] if needle is None else [True])
 
 
 def test_missing_tensors_are_an_error_on_loading(tmp_path: Path) -> None:
     make().save_pretrained(tmp_path)
     edit_tensors(tmp_path / "model.safetensors", lose("lm_head.weight"))
     LlamaForCausalLM.from_pretrained(tmp_path)
-    said = r"no language model could be loaded from .*: the weights lm_head\.weight are missing"
+    message = r"no language model could be loaded from .*: the weights lm_head\.weight are missing"
     for load in (load_model, load_language_model):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             load(str(tmp_path))

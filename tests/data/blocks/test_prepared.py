@@ -40,13 +40,13 @@ def test_every_document_is_in_the_blocks_exactly_once(
     written = [np.load(prepared.directory / f"{name}.npy") for name in ("tokens", "documents")]
     assert [document.tolist() for document in np.split(written[0], written[1][1:-1])] == expected
     batch = prepared.batch(range(prepared.blocks))
-    found = Counter(batch.documents_BT[batch.documents_BT != -1].tolist())
-    assert found == {number: len(ids) for number, ids in enumerate(expected)}
+    lengths = Counter(batch.documents_BT[batch.documents_BT != -1].tolist())
+    assert lengths == {number: len(ids) for number, ids in enumerate(expected)}
     # each document is contiguous: its positions are 0 … n − 1
     for number, ids in enumerate(expected):
-        place = batch.documents_BT == number
-        assert batch.positions_BT[place].tolist() == list(range(len(ids)))
-        assert batch.tokens_BT[place].tolist() == ids
+        inside = batch.documents_BT == number
+        assert batch.positions_BT[inside].tolist() == list(range(len(ids)))
+        assert batch.tokens_BT[inside].tolist() == ids
 
 
 def test_labels_are_the_trainable_tokens(many: list[Conversation], bpe: Any, prepared: PreparedData) -> None:
@@ -84,9 +84,9 @@ def test_packed_documents_have_the_logits_of_separate_ones(prepared: PreparedDat
         for b in range(2):
             for number in batch.documents_BT[b].unique().tolist():
                 if number != -1:
-                    place = batch.documents_BT[b] == number
-                    alone_TV = model(batch.tokens_BT[b][place][None]).logits[0]
-                    torch.testing.assert_close(packed_BTV[b][place], alone_TV, atol=2e-5, rtol=1e-4)
+                    inside = batch.documents_BT[b] == number
+                    alone_TV = model(batch.tokens_BT[b][inside][None]).logits[0]
+                    torch.testing.assert_close(packed_BTV[b][inside], alone_TV, atol=2e-5, rtol=1e-4)
 
 
 def test_an_interruption_leaves_the_former_data(
@@ -116,7 +116,7 @@ def test_loading_and_verifying_find_damaged_files(prepared: PreparedData) -> Non
     with pytest.raises(ValueError, match=r"tokens\.npy: missing or damaged"):
         PreparedData.load(folder)
     manifest = json.loads((folder / "data.json").read_text())
-    for content, found in ((manifest | {"schema": 99}, "schema 99"), (None, r"data\.json")):
+    for content, message in ((manifest | {"schema": 99}, "schema 99"), (None, r"data\.json")):
         (folder / "data.json").write_text(json.dumps(content))
-        with pytest.raises(ValueError, match=found):
+        with pytest.raises(ValueError, match=message):
             PreparedData.load(folder)

@@ -22,19 +22,19 @@ def clean_all(
     report = CorpusReport()
     cleaner = Cleaner(Cleaning(**options), report, texts)
     names = ids or [f"row-{i}" for i in range(len(dialogues))]
-    found = [
+    conversations = [
         cleaner(Dialogue(name, tuple(pairs), "here")) for name, pairs in zip(names, dialogues, strict=True)
     ]  # fmt: skip
-    kept = [None if one is None else [(turn.role, turn.text) for turn in one.turns] for one in found]
+    cleaned = [None if one is None else [(turn.role, turn.text) for turn in one.turns] for one in conversations]
     assert report.rows == len(dialogues) == report.kept + sum(report.dropped.values())
-    assert report.kept == sum(one is not None for one in kept)
-    return kept, report
+    assert report.kept == sum(one is not None for one in cleaned)
+    return cleaned, report
 
 
 def clean_one(pairs: Pairs, **options: Any) -> tuple[Pairs | None, dict[str, int], dict[str, int]]:
     """Clean a dialogue; return its messages, the reason for dropping it, and the reasons for changes."""
-    (kept,), report = clean_all([pairs], **options)
-    return kept, dict(report.dropped), dict(report.changed)
+    (cleaned,), report = clean_all([pairs], **options)
+    return cleaned, dict(report.dropped), dict(report.changed)
 
 
 CUT = [
@@ -62,9 +62,9 @@ CUT = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("options", "pairs", "kept", "reason"), CUT)
-def test_cuts_are_counted_by_reason(options: dict[str, str], pairs: Pairs, kept: Pairs, reason: str) -> None:
-    assert clean_one(pairs, **options) == (kept, {}, {reason: 1})
+@pytest.mark.parametrize(("options", "pairs", "expected", "reason"), CUT)
+def test_cuts_are_counted_by_reason(options: dict[str, str], pairs: Pairs, expected: Pairs, reason: str) -> None:
+    assert clean_one(pairs, **options) == (expected, {}, {reason: 1})
 
 
 DROPPED = [
@@ -96,8 +96,8 @@ def test_bare_text_is_one_answer_without_a_question() -> None:
 def test_roles_are_mapped_and_unknown_ones_are_named() -> None:
     written = [("KING", "q"), ("bot", "a")]
     assert clean_one(written, roles={"KING": "user", "bot": "assistant"})[0] == [("user", "q"), ("assistant", "a")]
-    kept, report = clean_all([written, [("user", "q"), ("bot", "a")], [*HELLO, (None, "x")], [*HELLO, ("\ud800", "")]])
-    assert kept == [None] * 4
+    clean, report = clean_all([written, [("user", "q"), ("bot", "a")], [*HELLO, (None, "x")], [*HELLO, ("\ud800", "")]])
+    assert clean == [None] * 4
     assert report.dropped == {f"unmapped role {role}": 1 for role in ("KING", "bot", "None", "\ufffd")}
 
 
@@ -114,14 +114,14 @@ def test_duplicates_refer_to_kept_conversations() -> None:
     dialogues = [HELLO, [*HELLO, *MORE], other, other]
     ids = ["a", "b", "a", "c"]
     assert clean_all(dialogues, ids=ids)[1].kept == 4
-    kept, report = clean_all(dialogues, ids=ids, duplicates=["id"])
-    assert [one is not None for one in kept] == [True, True, False, True]
+    cleaned, report = clean_all(dialogues, ids=ids, duplicates=["id"])
+    assert [one is not None for one in cleaned] == [True, True, False, True]
     assert report.dropped == {"duplicate id": 1}
-    kept, report = clean_all(dialogues, ids=ids, duplicates=["first-exchange"])
-    assert [one is not None for one in kept] == [True, False, True, False]
+    cleaned, report = clean_all(dialogues, ids=ids, duplicates=["first-exchange"])
+    assert [one is not None for one in cleaned] == [True, False, True, False]
     assert report.dropped == {"duplicate first exchange": 2}
     blocked = [*HELLO, MORE[0], ("assistant", BLOCKED_ANSWERS[0])]
-    kept, report = clean_all([blocked, HELLO], duplicates=["first-exchange"], drop_blocked=True)
+    cleaned, report = clean_all([blocked, HELLO], duplicates=["first-exchange"], drop_blocked=True)
     assert report.dropped == {"blocked answer": 1}, "the first one was dropped, so the second is no duplicate"
     texts: list[Pairs] = [[("text", "a")], [("text", "a")], [("text", "b")]]
     assert clean_all(texts, duplicates=["first-exchange"])[1].dropped == {"duplicate first exchange": 1}
@@ -137,8 +137,8 @@ SPOKEN: dict[str, Pairs] = {
 
 def test_languages_are_kept_or_dropped_by_code() -> None:
     pytest.importorskip("py3langid")
-    kept, report = clean_all(list(SPOKEN.values()), languages=["en", "und"])
-    assert [one is not None for one in kept] == [True, False, False, True]
+    cleaned, report = clean_all(list(SPOKEN.values()), languages=["en", "und"])
+    assert [one is not None for one in cleaned] == [True, False, False, True]
     assert report.dropped == {"language de": 1, "language zh": 1}
     code = "```\nimport numpy as np\nfor line in lines: print(line, end='')\n```\n" * 9
     answered = [SPOKEN["de"][0], ("assistant", code + "Das Programm liest alle Zeilen und schreibt sie wieder hin.")]
@@ -159,8 +159,8 @@ def test_contaminated_conversations_are_dropped_by_their_questions() -> None:
         [("system", SHORT), *HELLO],
         [("text", "Q: " + SHORT)],
     ]
-    kept, report = clean_all(dialogues, [LONG, SHORT], contamination=["mt-bench"])
-    assert [one is None for one in kept] == [True, False, True, False, True]
+    cleaned, report = clean_all(dialogues, [LONG, SHORT], contamination=["mt-bench"])
+    assert [one is None for one in cleaned] == [True, False, True, False, True]
     assert report.dropped == {"contamination": 3}
     assert clean_all([[("user", " ".join(LONG.split()[:5])), HELLO[1]]], [LONG], contamination=["a"])[1].kept == 1
     options = {"contamination": ["a"], "contamination_words": 5}
@@ -183,11 +183,11 @@ OPTIONS = st.fixed_dictionaries(
 )
 
 
-def assert_well_formed(kept: Pairs) -> None:
-    roles = [role for role, _ in kept]
+def assert_well_formed(messages: Pairs) -> None:
+    roles = [role for role, _ in messages]
     turns = roles[1:] if roles[0] == "system" else roles
     assert turns == ["assistant"] or turns == ["user", "assistant"] * (len(turns) // 2) != []
-    for _, text in kept:
+    for _, text in messages:
         assert text.strip()
         text.encode()
 
@@ -195,9 +195,9 @@ def assert_well_formed(kept: Pairs) -> None:
 @given(st.lists(DIALOGUES, max_size=3), st.lists(ANY_TEXT, min_size=3, max_size=3), OPTIONS)
 @settings(max_examples=400, deadline=None, derandomize=True)
 def test_any_dialogue_is_cleaned_with_a_consistent_report(dialogues: list[Pairs], ids: list[str], options: Any) -> None:
-    kept, report = clean_all(dialogues, ids=ids[: len(dialogues)], **options)
+    cleaned, report = clean_all(dialogues, ids=ids[: len(dialogues)], **options)
     json.dumps(report.as_dict(), ensure_ascii=False).encode()
-    for one in kept:
+    for one in cleaned:
         if one is not None:
             assert_well_formed(one)
 
@@ -223,8 +223,8 @@ def adjacent(question: str, answer: str, source: Pairs) -> bool:
 @given(DIALOGUES, st.sampled_from(["drop", "cut"]))
 @settings(max_examples=400, deadline=None, derandomize=True)
 def test_kept_exchanges_were_adjacent(source: Pairs, unknown_roles: str) -> None:
-    kept = clean_one(source, unknown_roles=unknown_roles)[0]
-    for (asker, question), (answerer, answer) in pairwise(kept or []):
+    cleaned = clean_one(source, unknown_roles=unknown_roles)[0]
+    for (asker, question), (answerer, answer) in pairwise(cleaned or []):
         if (asker, answerer) == ("user", "assistant"):
             assert adjacent(question, answer, source)
 

@@ -171,24 +171,24 @@ def test_complex_templates_are_rendered_answer_by_answer(name: str) -> None:
     turns = tuple(Turn(*each) for each in (("system", "Be kind."), ("user", "hello"), ("assistant", "the answer"),
                                            ("user", "then?"), ("assistant", "¿qué? 😀")))  # fmt: skip
     report = RenderReport()
-    made = list(Renderer(template, tokenizer, 200)([Conversation("c", turns)], report))
-    assert len(made) == report.documents == documents
-    assert report.exchanges == 2 == sum(len(document.spans) for document in made)
+    rendered = list(Renderer(template, tokenizer, 200)([Conversation("c", turns)], report))
+    assert len(rendered) == report.documents == documents
+    assert report.exchanges == 2 == sum(len(document.spans) for document in rendered)
     answers = []
-    for document in made:
+    for document in rendered:
         assert document.ids.tolist() == _served(tokenizer, turns[: 3 + 2 * document.last], prompt=False)
         assert linter.check(document) is None
         answers += [tokenizer.decode(document.ids[start:end]) for start, end in document.spans]
     assert answers == [f"{begins}the answer{ends}", f"{begins}¿qué? 😀{ends}"]
     for number in (2, 4):
         assert prompt_renderer(template, tokenizer)(turns[:number]) == _served(tokenizer, turns[:number], prompt=True)
-    damaged = replace(made[0], ids=made[0].ids[::-1].copy())
+    damaged = replace(rendered[0], ids=rendered[0].ids[::-1].copy())
     assert linter.check(damaged) == TEMPLATE_DIFFERS
-    shifted = replace(made[0], spans=[(start - 4, end - 4) for start, end in made[0].spans])
+    shifted = replace(rendered[0], spans=[(start - 4, end - 4) for start, end in rendered[0].spans])
     assert linter.check(shifted) == ANSWER_DIFFERS
-    (short,) = list(Renderer(template, tokenizer, len(made[0].ids) - 3)([Conversation("c", turns[:3])], report))
+    (short,) = list(Renderer(template, tokenizer, len(rendered[0].ids) - 3)([Conversation("c", turns[:3])], report))
     assert (len(short.ids), short.answer_cut, short.spans[-1][1]) == (
-        len(made[0].ids) - 3,
+        len(rendered[0].ids) - 3,
         3,
         len(short.ids),
     ) or documents == 1
@@ -197,8 +197,8 @@ def test_complex_templates_are_rendered_answer_by_answer(name: str) -> None:
 def test_a_template_that_changes_messages_serves_prompts() -> None:
     tokenizer = _tokenizer(FOR + "<turn>{{ m.content | upper }}</turn>{% endfor %}")
     turns = (Turn("user", "hello"),)
-    found = prompt_renderer(get_template("tokenizer", tokenizer), tokenizer)(turns)
-    assert found == _served(tokenizer, turns, prompt=True)
+    prompt = prompt_renderer(get_template("tokenizer", tokenizer), tokenizer)(turns)
+    assert prompt == _served(tokenizer, turns, prompt=True)
 
 
 def test_template_variables_are_passed_and_the_date_is_fixed() -> None:

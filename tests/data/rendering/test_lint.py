@@ -40,9 +40,9 @@ def _spans(change: Callable[[list[tuple[int, int]], int], list[tuple[int, int]]]
     return lambda document, _: replace(document, spans=change(list(document.spans), len(document.ids)))
 
 
-def _inserted(document: Rendered, place: int, number: int) -> Rendered:
-    spans = [(s + (s > place), e + (e > place)) for s, e in document.spans]
-    return replace(document, ids=np.insert(document.ids, place, number), spans=spans)
+def _inserted(document: Rendered, position: int, number: int) -> Rendered:
+    spans = [(s + (s > position), e + (e > position)) for s, e in document.spans]
+    return replace(document, ids=np.insert(document.ids, position, number), spans=spans)
 
 
 def _without_end(document: Rendered, _: Any) -> Rendered:
@@ -150,12 +150,12 @@ def test_tokenizers_that_change_texts() -> None:
     backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Punctuation()])
     unknowing = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", unk_token="<unk>")
     template = get_template("vicuna-v1.1")
-    said, unsaid = ["the cafe\u0301", "hello  the cafe\u0301"], ["the cafe\u0301", "hello a hello"]
+    texts, other_texts = ["the cafe\u0301", "hello  the cafe\u0301"], ["the cafe\u0301", "hello a hello"]
     for tokenizer in (composing, unknowing):
-        document = render(_talk(said), template, tokenizer)
+        document = render(_talk(texts), template, tokenizer)
         linter = Linter(tokenizer, template)
         assert linter.check(document) is None
-        assert linter.check(replace(document, conversation=_talk(unsaid))) == f.ANSWER_DIFFERS
+        assert linter.check(replace(document, conversation=_talk(other_texts))) == f.ANSWER_DIFFERS
 
 
 TEXTS = st.lists(

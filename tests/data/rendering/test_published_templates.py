@@ -15,5 +15,5 @@ def test_published_templates_give_the_ids_of_transformers() -> None:
     if "pip" in done.stderr and done.returncode:
         pytest.skip("the package index cannot be reached")
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert (found["templates"], found["prompts"], found["training"]) == (77, 77, 75), done.stdout
+    counts = json.loads(done.stdout.splitlines()[-1])
+    assert (counts["templates"], counts["prompts"], counts["training"]) == (77, 77, 75), done.stdout

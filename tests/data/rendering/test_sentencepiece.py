@@ -86,9 +86,9 @@ def test_masks_are_right_and_prompts_are_prefixes(folder: Path, chats: list[Conv
         linter = Linter(tokenizer, template)
         for chat, document in zip([*chats, code], Renderer(template, tokenizer, None)([*chats, code]), strict=True):
             linter.check(document)
-            users = [place for place, turn in enumerate(chat.turns) if turn.role == "user"]
-            for (start, _), place in zip(document.spans, users, strict=True):
-                prompt = prompt_renderer(template, tokenizer)(chat.turns[: place + 1])
+            users = [position for position, turn in enumerate(chat.turns) if turn.role == "user"]
+            for (start, _), position in zip(document.spans, users, strict=True):
+                prompt = prompt_renderer(template, tokenizer)(chat.turns[: position + 1])
                 assert prompt == document.ids[:start].tolist()
         assert linter.report.clean == linter.report.documents == len(chats) + 1, linter.report.summary()
 

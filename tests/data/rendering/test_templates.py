@@ -51,8 +51,8 @@ def _spaceless(texts: list[str], template: Template) -> list[str]:
 def test_trainable_tokens_are_the_answers(chats: list[Conversation], template: Template, tokenizer: Any) -> None:
     for chat in chats:
         rendered = render(chat, template, tokenizer)
-        found, wanted = _trained(rendered, tokenizer), _expected(chat.turns, template, tokenizer)
-        assert _spaceless(found, template) == _spaceless(wanted, template)
+        trained, expected = _trained(rendered, tokenizer), _expected(chat.turns, template, tokenizer)
+        assert _spaceless(trained, template) == _spaceless(expected, template)
         assert rendered.trainable().sum() == sum(end - start for start, end in rendered.spans)
 
 
@@ -70,9 +70,9 @@ def test_prompts_equal_the_rendered_prefixes(chats: list[Conversation], template
 
 def test_batched_rendering_equals_one_by_one(chats: list[Conversation], template: Template, tokenizer: Any) -> None:
     many = chats * 60  # more than one batch inside the renderer
-    together = [_plain(document) for document in Renderer(template, tokenizer, None)(many)]
-    alone = [_plain(render(chat, template, tokenizer)) for chat in chats]
-    assert together == alone * 60
+    batched = [_plain(document) for document in Renderer(template, tokenizer, None)(many)]
+    separate = [_plain(render(chat, template, tokenizer)) for chat in chats]
+    assert batched == separate * 60
 
 
 def test_special_token_strings_in_messages_stay_text(template: Template, tokenizer: Any) -> None:
@@ -155,8 +155,8 @@ def test_a_long_question_and_answer_share_the_block(template: Template, tokenize
 def test_a_system_text_as_long_as_a_block_leaves_no_room(template: Template, tokenizer: Any) -> None:
     chat = Conversation("a", (Turn("system", "xyz" * 400), *HELLO.turns))
     report = RenderReport()
-    kept = list(Renderer(template, tokenizer, 500)([chat, HELLO], report))
-    assert [_plain(document) for document in kept] == [_plain(render(HELLO, template, tokenizer))]
+    documents = list(Renderer(template, tokenizer, 500)([chat, HELLO], report))
+    assert [_plain(document) for document in documents] == [_plain(render(HELLO, template, tokenizer))]
     assert report == RenderReport(2, 1, 1, 1, 0, 2, no_room=1)
 
 

@@ -96,8 +96,8 @@ def test_references_are_answers_in_training(
     name: str, row: dict[str, Any], question: str, answer: str, tmp_path: Path
 ) -> None:
     report = CorpusReport()
-    (found,) = read_conversations(name, path=jsonl(tmp_path / "rows.jsonl", row), report=report)
-    assert found.turns == (Turn("user", question), Turn("assistant", answer))
+    (conversation,) = read_conversations(name, path=jsonl(tmp_path / "rows.jsonl", row), report=report)
+    assert conversation.turns == (Turn("user", question), Turn("assistant", answer))
     assert report.changed == {"references used as answers": 1}
 
 
@@ -110,28 +110,28 @@ def test_answers_of_weight_0_are_context(key: str, form: tuple[str, str], bpe: A
     row["messages"][1] |= {key: 0, "name": "Bo", "mask": False, "audio": None}
     row["messages"][3] |= {key: 0.5}
     report, rendering = CorpusReport(), RenderReport()
-    (found,) = read_conversations(jsonl(tmp_path / "rows.jsonl", row), report=report)
+    (conversation,) = read_conversations(jsonl(tmp_path / "rows.jsonl", row), report=report)
     assert report.changed == {
         "answers kept as context": 1,
         f"`{key}` of messages is neither 0 nor 1, treated as 1": 1,
         **dict.fromkeys((f"ignored key `{name}` of messages" for name in ("name", "mask")), 1),
     }
     template = get_template("chatml")
-    (document,) = Renderer(template, bpe, 99)([found], rendering)
+    (document,) = Renderer(template, bpe, 99)([conversation], rendering)
     ((start, end),) = document.spans
     assert bpe.decode(document.ids[start:end]) == "hello<|im_end|>"
     assert (rendering.context_only, rendering.exchanges) == (1, 2)
     assert Linter(bpe, template).check(document) is None
-    write_conversations([found], tmp_path / "again.jsonl")
-    assert [each.turns for each in read_conversations(str(tmp_path / "again.jsonl"))] == [found.turns]
+    write_conversations([conversation], tmp_path / "again.jsonl")
+    assert [each.turns for each in read_conversations(str(tmp_path / "again.jsonl"))] == [conversation.turns]
 
 
 @pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
 def test_thoughts_are_supervised_before_their_answers(key: str, tmp_path: Path) -> None:
     row = {"messages": [message("user", "2 + 2?"), message("assistant", "4.") | {key: "Add."}]}
     report = CorpusReport()
-    (found,) = read_conversations(jsonl(tmp_path / "rows.jsonl", row), report=report)
-    assert found.turns[1].text == "<think>\nAdd.\n</think>\n\n4."
+    (conversation,) = read_conversations(jsonl(tmp_path / "rows.jsonl", row), report=report)
+    assert conversation.turns[1].text == "<think>\nAdd.\n</think>\n\n4."
     assert report.changed == {"reasoning converted to <think>": 1}
 
 
@@ -140,8 +140,8 @@ def test_reasoning_parts_and_messages_as_json_are_read(kind: str, key: str, tmp_
     answer = [{"type": kind, key: [{"type": "text", "text": "Add."}]}, {"type": "text", "text": "4."}]
     row = {"messages": json.dumps([message("user", "2 + 2?"), message("assistant", answer) | {"name": "Bo"}])}
     report = CorpusReport()
-    (found,) = read_conversations(jsonl(tmp_path / "rows.jsonl", row), report=report)
-    assert found.turns[1].text == "<think>\nAdd.\n</think>\n\n4."
+    (conversation,) = read_conversations(jsonl(tmp_path / "rows.jsonl", row), report=report)
+    assert conversation.turns[1].text == "<think>\nAdd.\n</think>\n\n4."
     assert report.changed == {"ignored key `name` of messages": 1}
 
 
@@ -241,10 +241,10 @@ def test_a_file_with_a_url_is_downloaded_once(tmp_path: Path, monkeypatch: pytes
     ],
 )  # fmt: skip
 def test_real_copies_of_corpora(shared_data: Path, name: str, path: str, prompts: int, references: int) -> None:
-    found = list(read_prompts(name, path=str(shared_data / path)))
-    assert len(found) == prompts
-    assert sum(bool(prompt.references) for prompt in found) == references
-    groups = Counter(prompt.category for prompt in found)
+    loaded = list(read_prompts(name, path=str(shared_data / path)))
+    assert len(loaded) == prompts
+    assert sum(bool(prompt.references) for prompt in loaded) == references
+    groups = Counter(prompt.category for prompt in loaded)
     if CORPORA[name].groups:
         assert set(groups) == set(CORPORA[name].groups)
     if name == "spec-bench":

@@ -38,13 +38,13 @@ def test_all_formats_round_trip_whole_and_in_shards(name: str, tmp_path: Path) -
     assert [row.number for row in rows] == list(range(400))
     assert rows[41].location == f"{path}, row 42"
     write(tmp_path / f"z-{name}" if name[1] == "." else tmp_path / f"z{name}", ROWS[400:])
-    seen: list[int] = []
+    numbers: list[int] = []
     for index in range(4):
         rows = list(local_rows(tmp_path, (index, 4)))
         assert all(row.value == ROWS[row.number] for row in rows)
         assert len({row.name for row in rows}) == len(rows) == 150
-        seen += [row.number for row in rows]
-    assert sorted(seen) == list(range(600))
+        numbers += [row.number for row in rows]
+    assert sorted(numbers) == list(range(600))
 
 
 def test_no_rows_at_all(tmp_path: Path) -> None:
@@ -111,7 +111,7 @@ def test_a_folder_is_its_data_files(tmp_path: Path) -> None:
 
 
 def test_only_chosen_columns_are_read(tmp_path: Path) -> None:
-    found = values(
+    read_rows = values(
         write(tmp_path / "a.parquet", ROWS), columns=lambda names: [name for name in names if name[0] == "r"]
     )
-    assert found == [{"response": row["response"]} for row in ROWS]
+    assert read_rows == [{"response": row["response"]} for row in ROWS]

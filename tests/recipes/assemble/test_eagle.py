@@ -17,9 +17,9 @@ from draftsmith.recipes.schema.loading import parse_recipe
 TOKENS = 60
 
 
-def recipe_of(made: dict[str, Any], target: Path, **more: Any) -> Any:
+def recipe_of(base: dict[str, Any], target: Path, **more: Any) -> Any:
     """Turn a drafter recipe into a recipe of EAGLE-3 heads."""
-    values = {name: made[name] for name in ("data", "train", "out")} | {"kind": "heads", "architecture": "eagle3"}
+    values = {name: base[name] for name in ("data", "train", "out")} | {"kind": "heads", "architecture": "eagle3"}
     values |= {
         "target": str(target),
         "num_heads": 2,
@@ -33,33 +33,33 @@ def test_training_on_cached_states_equals_live_states(
     tiny_drafter: Callable[[Path], dict[str, Any]], tiny_pair: Path, tmp_path: Path
 ) -> None:
     """The weights are equal up to rounding. All methods with a drafter generate the greedy text of the target."""
-    made, target = tiny_drafter(tmp_path), tiny_pair / "target"
-    run_train(recipe_of(made, target))
+    values, target = tiny_drafter(tmp_path), tiny_pair / "target"
+    run_train(recipe_of(values, target))
     hidden = {"cache": str(tmp_path / "hidden"), "dtype": "float32"}
-    cached = recipe_of(made, target, out=str(tmp_path / "cached"), hidden=hidden)
+    cached = recipe_of(values, target, out=str(tmp_path / "cached"), hidden=hidden)
     prepare_teacher(cached)
     run_train(cached)
-    live, other = (load_eagle(Path(out)) for out in (made["out"], cached.out))
-    theirs = other.state_dict()
-    assert all((weight - theirs[name]).abs().max() < 1e-4 for name, weight in live.state_dict().items())
+    live, other = (load_eagle(Path(out)) for out in (values["out"], cached.out))
+    cached_weights = other.state_dict()
+    assert all((weight - cached_weights[name]).abs().max() < 1e-4 for name, weight in live.state_dict().items())
     assert live.proposed is not None
     assert len(live.proposed) == TOKENS
-    manifest, faults = find_faults(Path(made["out"]))
+    manifest, faults = find_faults(Path(values["out"]))
     assert faults == []
     assert manifest is not None
     assert manifest.shapes["architecture"] == "eagle3"
     rows = [{"method": name} for name in METHODS if method_config(name, {}).needs == ("drafter",)]
     evaluated = {"kind": "evaluate", "out": str(tmp_path / "results.json"), "target": str(target), "energy": "off"}
-    evaluated |= {"drafter": made["out"], "prompts": str(tiny_pair / "corpus" / "heldout.jsonl"), "limit": 3}
+    evaluated |= {"drafter": values["out"], "prompts": str(tiny_pair / "corpus" / "heldout.jsonl"), "limit": 3}
     evaluated |= {"template": "chatml", "max_new_tokens": 12, "methods": [{"method": "autoregressive"}, *rows]}
     results = run_evaluate(EvaluateRecipe.model_validate(evaluated))
-    found = {row["method"]: row["identical_to_greedy"] for row in results["methods"] if row["lossless"]}
-    assert len(found) >= 9
-    assert set(map(tuple, found.values())) == {(3, 3)}
+    identical = {row["method"]: row["identical_to_greedy"] for row in results["methods"] if row["lossless"]}
+    assert len(identical) >= 9
+    assert set(map(tuple, identical.values())) == {(3, 3)}
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "message"),
     [
         ({"projection": "target"}, r"projection.*Medusa"),
         ({"states": "before-norm"}, r"states.*Medusa"),
@@ -71,10 +71,10 @@ def test_training_on_cached_states_equals_live_states(
 )
 def test_invalid_recipes_are_refused(
     changes: dict[str, Any],
-    words: str,
+    message: str,
     tiny_drafter: Callable[[Path], dict[str, Any]],
     tiny_pair: Path,
     tmp_path: Path,
 ) -> None:
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=message):
         run_train(recipe_of(tiny_drafter(tmp_path), tiny_pair / "target", **changes))

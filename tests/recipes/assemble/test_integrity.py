@@ -35,8 +35,8 @@ def flip_bits(target: Path) -> tuple[str, str]:
     start = 8 + int.from_bytes(content[:8], "little")
     embeddings = json.loads(content[8:start])["model.embed_tokens.weight"]
     first = start + embeddings["data_offsets"][0] + 5 * 4 * embeddings["shape"][1]  # row of token 5
-    for place in range(first, first + 40 * 4, 4):
-        content[place + 3] ^= 1
+    for offset in range(first, first + 40 * 4, 4):
+        content[offset + 3] ^= 1
     path.write_bytes(content)
     os.utime(path, ns=(about.st_atime_ns, about.st_mtime_ns))
     now = resolve_model(str(target)).sha256

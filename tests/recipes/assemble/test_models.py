@@ -90,11 +90,11 @@ def test_a_model_that_exceeds_the_memory_is_refused_before_it_is_built() -> None
 
 def test_a_different_vocabulary_names_the_command_that_converts_it() -> None:
     target, model = random_model("llama"), random_model("llama", vocab_size=36)
-    for source, words in (
+    for source, message in (
         ("my drafter", "`draftsmith doctor T 'my drafter' --fix OUT`"),
         (None, "`vocab_size: 40` in"),
     ):
-        with pytest.raises(ValueError, match=f"36 tokens, but the target T has 40: .*{words}"):
+        with pytest.raises(ValueError, match=f"36 tokens, but the target T has 40: .*{message}"):
             check_target(target, model, "T", source)
 
 
@@ -150,8 +150,8 @@ def train_some_steps(trainable: TrainableModel, recompute: bool = False) -> list
         weight_VD = forward.weight_VD()
         flat = forward(batch).flatten(0, 1)
         logits_XV = flat if weight_VD is None else flat @ weight_VD.T
-        wanted_X = shifted_labels(labels, documents, 1).flatten()
-        loss = torch.nn.functional.cross_entropy(logits_XV.float(), wanted_X, ignore_index=-100)
+        expected_X = shifted_labels(labels, documents, 1).flatten()
+        loss = torch.nn.functional.cross_entropy(logits_XV.float(), expected_X, ignore_index=-100)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -197,12 +197,12 @@ def test_a_pruned_model_equals_the_source_without_other_layers(family: str, save
 def test_a_pruned_t5_keeps_positions_and_both_stacks(saved: Any) -> None:
     source: Any = load_model(saved("t5"))
     cut: Any = cut_layers(source, [1, 2], "t5")
-    for side in ("encoder", "decoder"):
-        mine, theirs = getattr(cut, side).block, getattr(source, side).block
-        first = theirs[0].layer[0].SelfAttention.relative_attention_bias.weight
-        assert torch.equal(mine[0].layer[0].SelfAttention.relative_attention_bias.weight, first)
-        assert torch.equal(mine[1].layer[0].SelfAttention.q.weight, theirs[2].layer[0].SelfAttention.q.weight)
-        assert [block.layer[0].SelfAttention.layer_idx for block in mine] == [0, 1]
+    for stack in ("encoder", "decoder"):
+        pruned, original = getattr(cut, stack).block, getattr(source, stack).block
+        first = original[0].layer[0].SelfAttention.relative_attention_bias.weight
+        assert torch.equal(pruned[0].layer[0].SelfAttention.relative_attention_bias.weight, first)
+        assert torch.equal(pruned[1].layer[0].SelfAttention.q.weight, original[2].layer[0].SelfAttention.q.weight)
+        assert [block.layer[0].SelfAttention.layer_idx for block in pruned] == [0, 1]
     assert cut.config.num_layers == cut.config.num_decoder_layers == 2
 
 
@@ -258,10 +258,10 @@ def test_decoding_during_lora_training_equals_transformers(family: str, saved: A
     train_some_steps(trainable)
     trainable.model.train()  # like the training loop
     drafter = wrap_model(trainable.model, check=False)
-    wanted = generate_ids(trainable.model)
-    assert wanted != plain, "the adapter had no effect"
+    expected = generate_ids(trainable.model)
+    assert expected != plain, "the adapter had no effect"
     for model in (drafter, wrap_model(trainable.adapter)):
-        assert decoded(model, "autoregressive") == wanted
+        assert decoded(model, "autoregressive") == expected
     assert decoded(wrap_model(target), "speculative", drafter, gamma=3) == generate_ids(target)
 
 
@@ -286,8 +286,8 @@ def test_an_adapter_of_another_model_is_refused(saved: Any, tmp_path: Path, base
 
 
 def test_new_models_depend_on_the_seed_only() -> None:
-    made = section(config={"model_type": "llama", **LLAMA}, dtype="bfloat16")
-    first, same, other = (build_model(made, seed).model for seed in (1, 1, 2))
+    model_section = section(config={"model_type": "llama", **LLAMA}, dtype="bfloat16")
+    first, same, other = (build_model(model_section, seed).model for seed in (1, 1, 2))
     assert first.dtype == torch.bfloat16
     assert torch.equal(first.lm_head.weight, same.lm_head.weight)
     assert not torch.equal(first.lm_head.weight, other.lm_head.weight)
@@ -301,13 +301,13 @@ def test_a_new_t5_starts_its_decoder_with_padding(tmp_path: Path) -> None:
 
 
 def test_attention_kernels_are_used_or_reported_as_missing(saved: Any) -> None:
-    made = {"config": {"model_type": "llama", **LLAMA}}
-    for fields, attention in (({"source": saved("llama")}, "eager"), (made, "eager"), (made, "auto")):
+    values = {"config": {"model_type": "llama", **LLAMA}}
+    for fields, attention in (({"source": saved("llama")}, "eager"), (values, "eager"), (values, "auto")):
         model = build_model(section(**fields, attention=attention), 0).model
         assert model.config._attn_implementation == ("sdpa" if attention == "auto" else attention)
     if find_spec("flash_attn") is None:
         with pytest.raises(ValueError, match="FlashAttention2"):
-            build_model(section(**made, attention="flash_attention_2"), 0)
+            build_model(section(**values, attention="flash_attention_2"), 0)
 
 
 def test_lora_without_peft_names_what_to_install(saved: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -362,8 +362,8 @@ def test_heads_start_with_the_scale_of_the_targets_logits(form: str, saved: Any,
     recipe = parse_recipe(values | more, "the test's recipe")
     with torch.no_grad():
         expected, hidden = target(TOKENS).logits, target.model(TOKENS).last_hidden_state
-        found = _new_heads(recipe, target, None)(hidden)  # type: ignore[arg-type]
-    torch.testing.assert_close(found[:, :, 0], expected, rtol=1e-3, atol=1e-4)
+        head_logits = _new_heads(recipe, target, None)(hidden)  # type: ignore[arg-type]
+    torch.testing.assert_close(head_logits[:, :, 0], expected, rtol=1e-3, atol=1e-4)
     if form == "target":
         eagle = EagleHeads.for_target(target.config, [1, 2]).begin_as(target)
         torch.testing.assert_close(eagle.norm.weight, target.model.norm.weight / 5)

@@ -51,8 +51,8 @@ def test_a_recipe_trains_a_lossless_parallel_drafter(
             assert text == plain[0, len(prompt) :].tolist()
 
     out = tmp_path / "served"
-    given = ExportOptions(target=str(tiny_pair / "target"))
-    export_artifact(Path(recipe["out"]), "vllm-sglang", out, FORMATS, given)
+    options = ExportOptions(target=str(tiny_pair / "target"))
+    export_artifact(Path(recipe["out"]), "vllm-sglang", out, FORMATS, options)
     assert '"parallel_drafting": true' in (out / SERVING_FILE).read_text()
     assert any('"parallel_drafting": true' in word for word in commands_of(out, "vllm")[0])
 

@@ -64,17 +64,17 @@ def test_names_with_a_revision(target: Path, tmp_path: Path) -> None:
 
 
 def test_decoding_equals_decoding_with_its_files(target: Path, tiny_pair: Path, corpus: Path) -> None:
-    asked: dict[str, Any] = {"kind": "evaluate", "device": "cpu", "prompts": str(corpus / "rows.json")}
-    asked |= {"template": "chatml", "limit": 2, "max_new_tokens": 8, "drafter": str(tiny_pair / "drafter")}
-    asked |= {"methods": [{"method": "autoregressive"}, {"method": "speculative"}]}
+    settings: dict[str, Any] = {"kind": "evaluate", "device": "cpu", "prompts": str(corpus / "rows.json")}
+    settings |= {"template": "chatml", "limit": 2, "max_new_tokens": 8, "drafter": str(tiny_pair / "drafter")}
+    settings |= {"methods": [{"method": "autoregressive"}, {"method": "speculative"}]}
     named, plain = (
-        run_evaluate(EvaluateRecipe(**asked, target=place, out=f"{number}.json"))
-        for number, place in enumerate((TARGET, str(target)))
+        run_evaluate(EvaluateRecipe(**settings, target=target_name, out=f"{number}.json"))
+        for number, target_name in enumerate((TARGET, str(target)))
     )
     assert named["recipe"]["target"] == TARGET
-    for mine, theirs in zip(named["methods"], plain["methods"], strict=True):
-        assert mine["tokens_per_step"] == theirs["tokens_per_step"]
-        assert mine["identical_to_greedy"] == [2, 2]
+    for actual, expected in zip(named["methods"], plain["methods"], strict=True):
+        assert actual["tokens_per_step"] == expected["tokens_per_step"]
+        assert actual["identical_to_greedy"] == [2, 2]
 
 
 def test_doctor_and_exports_accept_a_revision(target: Path, tiny_pair: Path) -> None:
@@ -114,5 +114,5 @@ def test_an_adapter_is_for_the_commit_that_it_was_trained_from(
     named = json.loads((tmp_path / "drafter" / "adapter_config.json").read_text())
     assert (named["base_model_name_or_path"], named["revision"]) == ("me/target", COMMIT)
     ids = torch.tensor([[1, 5, 9, 200]])
-    base, mine = (load_model(str(place))(ids).logits for place in (target, tmp_path / "drafter"))
-    assert not torch.allclose(mine, base, atol=1e-3), "the adapter has no effect"
+    base, adapted = (load_model(str(folder))(ids).logits for folder in (target, tmp_path / "drafter"))
+    assert not torch.allclose(adapted, base, atol=1e-3), "the adapter has no effect"

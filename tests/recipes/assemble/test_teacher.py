@@ -108,10 +108,10 @@ def test_the_command_writes_the_cache_that_training_reads(recipe_file: Path):
     assert isinstance(in_process, ModelTeacher)
     for data in (prepared.train, prepared.heldout):
         batch = data.batch([2, 0])
-        kept_X = (shifted_labels(batch.labels_BT, batch.documents_BT, 1) != IGNORED).flatten()
+        used_X = (shifted_labels(batch.labels_BT, batch.documents_BT, 1) != IGNORED).flatten()
         dense, sparse = in_process(batch), cached(batch)
-        wanted_RV = (dense.hidden_XE @ dense.weight_VE.T).log_softmax(1)[kept_X]
-        torch.testing.assert_close(sparse.log_probs_XK[kept_X], wanted_RV.topk(6).values, rtol=2**-10, atol=1e-3)
+        expected_RV = (dense.hidden_XE @ dense.weight_VE.T).log_softmax(1)[used_X]
+        torch.testing.assert_close(sparse.log_probs_XK[used_X], expected_RV.topk(6).values, rtol=2**-10, atol=1e-3)
 
 
 def test_a_cache_of_another_target_is_not_used(recipe_file: Path, make_llama: Callable[..., Any], tmp_path: Path):

@@ -10,8 +10,8 @@ import pytest
 
 def test_importing_the_package_loads_no_other_module() -> None:
     code = "import draftsmith, sys; print([name for name in sys.modules if name.startswith(('draftsmith.', 'torch'))])"
-    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert shown == "[]\n"
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert output == "[]\n"
 
 
 def test_the_five_functions(tiny_pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,8 +49,8 @@ def questions(tmp_path: Path) -> list[str]:
 
 @pytest.fixture
 def measured(tmp_path: Path, questions: list[str]) -> Callable[..., dict[str, Any]]:
-    def measure(server: str, *overrides: str, concurrency: str = "1,4", **given: str | None) -> dict[str, Any]:
-        named = {"prompts": str(tmp_path / "questions.json"), "out": str(tmp_path / "bench.json")} | given
+    def measure(server: str, *overrides: str, concurrency: str = "1,4", **settings: str | None) -> dict[str, Any]:
+        named = {"prompts": str(tmp_path / "questions.json"), "out": str(tmp_path / "bench.json")} | settings
         return run_bench(bench_recipe(None, overrides, server=server, concurrency=concurrency, **named))
 
     return measure
@@ -72,9 +72,9 @@ def test_drafts_are_counted_and_texts_compared(measured: Callable[..., Any], tmp
     drafting, plain = Engine(2), Engine(1)
     drafting.prefix = prefix
     with running(drafting, plain):
-        found = measured(drafting.url, baseline=plain.url)
-    assert load_results(tmp_path / "bench.json", "bench")["methods"] == json.loads(json.dumps(found["methods"]))
-    rows = found["methods"]
+        results = measured(drafting.url, baseline=plain.url)
+    assert load_results(tmp_path / "bench.json", "bench")["methods"] == json.loads(json.dumps(results["methods"]))
+    rows = results["methods"]
     assert [row["concurrency"] for row in rows] == [1, 1, 4, 4]
     assert [row["label"] for row in rows[2:]] == ["concurrency 4", "concurrency 4, baseline"]
     for row, baseline in zip(rows[::2], rows[1::2], strict=True):
@@ -88,13 +88,13 @@ def test_drafts_are_counted_and_texts_compared(measured: Callable[..., Any], tmp
         low, high = row["speedup_interval"]
         assert low <= row["speedup"] <= high
         assert row["ms_to_first"]["median"] <= row["ms_to_first"]["p99"]
-    assert found["errors"] == []
+    assert results["errors"] == []
     page = (tmp_path / "bench.html").read_text()
     assert f"{rows[0]['speedup']:.2f}" in page
     assert all(each in page for each in ("By load", "Acceptance by depth", "concurrency 4"))
     warm = len(drafting.asked) - 2 * 9
     assert warm == 1 + 4, "one warm-up request per concurrent stream"
-    assert {asked["temperature"] for asked in drafting.asked} == {0.0}
+    assert {request["temperature"] for request in drafting.asked} == {0.0}
 
 
 def test_failed_requests_are_counted_but_not_averaged(
@@ -105,12 +105,12 @@ def test_failed_requests_are_counted_but_not_averaged(
     drafting = Engine(2)
     drafting.faults = {questions[6]: ["half"], questions[7]: ["400"]}
     with running(drafting):
-        found = measured(drafting.url, concurrency="3")
-    ours = found["methods"][0]
+        results = measured(drafting.url, concurrency="3")
+    ours = results["methods"][0]
     assert (ours["requests"], ours["failed"], ours["tokens"]) == (9, 2, 7 * 13)
     assert len(ours["failures"]) == 2
-    assert any("2 of 9 requests failed" in line for line in found["errors"])
-    assert "sk-secret" not in json.dumps(found)
+    assert any("2 of 9 requests failed" in line for line in results["errors"])
+    assert "sk-secret" not in json.dumps(results)
     with pytest.raises(ConnectionError, match=r"127\.0\.0\.1:9"):
         measured("http://127.0.0.1:9/v1")
 
@@ -127,8 +127,8 @@ def test_failed_requests_are_counted_but_not_averaged(
 def test_pairs_without_common_requests(measured: Callable[..., Any], other: Engine, named: str) -> None:
     drafting = Engine(2)
     with running(drafting, other):
-        found = measured(drafting.url, concurrency="4", baseline=other.url)
-    assert any(named in line for line in found["errors"])
+        results = measured(drafting.url, concurrency="4", baseline=other.url)
+    assert any(named in line for line in results["errors"])
 
 
 def test_the_doctor_compares_a_server_with_this_engine(
@@ -143,14 +143,14 @@ def test_the_doctor_compares_a_server_with_this_engine(
     target = str(tiny_pair / "target")
     tokenizer = load_tokenizer(target)
     encode = prompt_renderer(get_template("chatml", tokenizer), tokenizer)
-    asked = {prompt.turns[-1].text: prompt for prompt in load_questions(str(tmp_path / "questions.json"), 80)}
+    prompts = {prompt.turns[-1].text: prompt for prompt in load_questions(str(tmp_path / "questions.json"), 80)}
     for more, temperature, reasons in (
         (0, "0", []),
         (5, "0", ["+5 to +5"]),
         (0, "1", None),
     ):
         with running(engine := Engine(2)):
-            engine.reads = lambda question, more=more: len(encode(asked[question].turns)) + more
+            engine.reads = lambda question, more=more: len(encode(prompts[question].turns)) + more
             measured(engine.url, f"temperature={temperature}", concurrency="2")
         files = [tmp_path / "bench.json", path]
         if reasons is None:
@@ -174,8 +174,8 @@ def test_the_doctor_compares_a_server_with_this_engine(
 )
 def test_steps_are_counted_by_drafts_and_tokens(counters: dict[str, float], steps: int) -> None:
     reply = Reply("x", tokens=12, first=0.1, last=1.0)
-    found = serving_metrics([Block(1.0, [reply], counters)])
-    assert found["tokens_per_step"] == 11 / steps
+    metrics = serving_metrics([Block(1.0, [reply], counters)])
+    assert metrics["tokens_per_step"] == 11 / steps
 
 
 def test_drafts_are_read_from_the_answers_of_llama_cpp(measured: Callable[..., Any]) -> None:
@@ -194,8 +194,8 @@ def test_a_wrong_concurrency_is_refused(concurrency: str) -> None:
 def test_the_command(tmp_path: Path, questions: list[str], cli: Any) -> None:
     with running(engine := Engine(2)):
         out = tmp_path / "bench.json"
-        words = ("--server", engine.url, "--prompts", str(tmp_path / "questions.json"), "--out", str(out))
-        done = cli("bench", *words, "--concurrency", "2", "limit=4")
+        options = ("--server", engine.url, "--prompts", str(tmp_path / "questions.json"), "--out", str(out))
+        done = cli("bench", *options, "--concurrency", "2", "limit=4")
         assert done.returncode == 0, done.stderr
         assert "concurrency 2" in done.stdout
         assert json.loads(out.read_text())["prompts"] == len(questions[:4])
@@ -213,16 +213,16 @@ def test_the_command(tmp_path: Path, questions: list[str], cli: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("speedups", "said"),
+    ("speedups", "expected"),
     [
         ([1.5, 1.2], "1.50×.* at concurrency 1.$"),
         ([1.5, 0.9], "1.50×.* not faster than the baseline at concurrency 4"),
         ([0.8, 0.9], "0.90×.* at concurrency 4; not faster than the baseline at concurrency 1, concurrency 4"),
     ],
 )
-def test_the_report_shows_speedup_and_acceptance(speedups: list[float], said: str) -> None:
+def test_the_report_shows_speedup_and_acceptance(speedups: list[float], expected: str) -> None:
     rows = [
         {"label": f"concurrency {load}", "method": "server", "speedup": speedup, "speedup_interval": [0.1, 2.0]}
         for load, speedup in zip((1, 4), speedups, strict=True)
     ]
-    assert re.search(said, verdict(rows))
+    assert re.search(expected, verdict(rows))

@@ -24,26 +24,26 @@ def run(launcher: Any) -> Callable[..., str]:
     """
 
     def run(*arguments: str, code: int = 0, parts: tuple[str, ...] = ()) -> str:
-        ended, said = launcher.run(*arguments)
-        assert ended == code, said
-        assert "Traceback" not in said
+        ended, text = launcher.run(*arguments)
+        assert ended == code, text
+        assert "Traceback" not in text
         if code:
-            (error,) = [line for line in said.splitlines() if line.startswith("error:")]
+            (error,) = [line for line in text.splitlines() if line.startswith("error:")]
             assert all(part in error for part in parts), error
-        return str(said)
+        return str(text)
 
     return run
 
 
 def test_help_doctor_and_corpora() -> None:
-    for command, words in {
+    for command, parts in {
         "--help": ["quickstart"],
         "doctor": ["transformers", "float32"],
         "prepare --list": ["sharegpt-v3", "spec-bench", "gated"],
     }.items():
-        shown = CliRunner().invoke(app, command.split())
-        assert shown.exit_code == 0
-        assert all(word in shown.stdout for word in words)
+        result = CliRunner().invoke(app, command.split())
+        assert result.exit_code == 0
+        assert all(word in result.stdout for word in parts)
 
 
 def test_training_writes_an_artifact_that_is_reused(run: Callable[..., str], drafter_recipe: Path, tmp_path: Path):
@@ -68,9 +68,9 @@ def test_training_writes_an_artifact_that_is_reused(run: Callable[..., str], dra
     run("train", recipe, code=2, parts=("model.safetensors",))
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_a_stopped_run_resumes_exactly(
-    run: Callable[..., str], launcher: Any, drafter_recipe: Path, tmp_path: Path, logged: Any, how: signal.Signals
+    run: Callable[..., str], launcher: Any, drafter_recipe: Path, tmp_path: Path, logged: Any, number: signal.Signals
 ) -> None:
     longer = ["train.steps=90", "train.save_every=7"]
     run("train", str(drafter_recipe), *longer, f"out={tmp_path / 'whole'}")
@@ -80,14 +80,14 @@ def test_a_stopped_run_resumes_exactly(
         assert process.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    process.send_signal(how)
+    process.send_signal(number)
     code, errors = process.ended()
-    assert code == (130 if how == signal.SIGINT else -signal.SIGKILL)
+    assert code == (130 if number == signal.SIGINT else -signal.SIGKILL)
     assert "Traceback" not in errors
-    assert ("to resume: draftsmith train" in errors) == (how == signal.SIGINT)
+    assert ("to resume: draftsmith train" in errors) == (number == signal.SIGINT)
     assert not (tmp_path / "drafter").exists()
-    said = run("train", str(drafter_recipe), *longer)
-    assert "resumed after step" in said
+    log = run("train", str(drafter_recipe), *longer)
+    assert "resumed after step" in log
     assert logged(tmp_path / "drafter") == logged(tmp_path / "whole")
     assert len(logged(tmp_path / "drafter")) == 90
 
@@ -109,15 +109,15 @@ def test_ctrl_c_before_the_first_checkpoint_names_the_command(launcher: Any, tmp
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """Mount a file system of two megabytes and return its path."""
-    place = tmp_path / "small"
-    place.mkdir()
+    folder = tmp_path / "small"
+    folder.mkdir()
     mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(place)], capture_output=True, check=False
+        ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(folder)], capture_output=True, check=False
     )
     if mounted.returncode:
         pytest.skip("mounting a tmpfs is not allowed here")
-    yield place
-    subprocess.run(["umount", str(place)], check=True)
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
 
 
 def test_full_disk_is_one_message(run: Callable[..., str], drafter_recipe: Path, small_disk: Path) -> None:

@@ -107,10 +107,10 @@ def test_prompts_are_drawn_from_all_groups(tokenizer: Any, tmp_path: Path) -> No
     ]
     path = tmp_path / "questions.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    found = load_prompts("spec-bench", get_template("chatml"), tokenizer, 6, 999, path=str(path))
-    groups = [prompt.category for prompt, _ in found]
+    prompts = load_prompts("spec-bench", get_template("chatml"), tokenizer, 6, 999, path=str(path))
+    groups = [prompt.category for prompt, _ in prompts]
     assert groups == ["mt_bench", "translation", "rag", "mt_bench", "translation", "mt_bench"]
-    assert all(prompt.follow_ups == (FollowUp("", "c"),) for prompt, _ in found)
+    assert all(prompt.follow_ups == (FollowUp("", "c"),) for prompt, _ in prompts)
     only = load_prompts(
         "spec-bench", get_template("chatml"), tokenizer, 99, 999, path=str(path), groups=["translation"]
     )
@@ -179,8 +179,8 @@ def test_rows_with_few_ids_are_held_out_by_content(
     source = rows_of(tmp_path, ids)
     counts = []
     for share in (0.01, 0.3, 0.9):
-        made = prepare_data(section(corpus, tmp_path, source=source, heldout_share=share), tokenizer)
-        counts.append(made.heldout.manifest["rows"])
+        prepared = prepare_data(section(corpus, tmp_path, source=source, heldout_share=share), tokenizer)
+        counts.append(prepared.heldout.manifest["rows"])
     assert counts[0] <= 3 < 10 < counts[1] < 27 < 45 < counts[2] < 60
     half = section(corpus, tmp_path, source=None, mixture=[{"source": source, "weight": 0.5}], heldout_share=0.1)
     assert 15 < prepare_data(half, tokenizer).train.manifest["rows"] < 40, "weight 0.5 must keep about half of the rows"
@@ -188,14 +188,14 @@ def test_rows_with_few_ids_are_held_out_by_content(
 
 def test_blank_ids_are_ignored(corpus: Path, tokenizer: Any, tmp_path: Path) -> None:
     source = rows_of(tmp_path, ["", " ", None, 0, 7])
-    made = prepare_data(section(corpus, tmp_path, source=source, clean={"duplicates": ["id"]}), tokenizer)
-    assert made.report["kept"] == 5
+    prepared = prepare_data(section(corpus, tmp_path, source=source, clean={"duplicates": ["id"]}), tokenizer)
+    assert prepared.report["kept"] == 5
 
 
 def test_equal_rows_and_data_without_training_rows_are_errors(corpus: Path, tokenizer: Any, tmp_path: Path) -> None:
     source = rows_of(tmp_path, ["a"] * 5, output="same")
-    for share, words in ((0.01, r"5 identical rows.*heldout_source"), (0.99, "all 5 .*decrease it")):
-        with pytest.raises(ValueError, match=words):
+    for share, message in ((0.01, r"5 identical rows.*heldout_source"), (0.99, "all 5 .*decrease it")):
+        with pytest.raises(ValueError, match=message):
             prepare_data(section(corpus, tmp_path, source=source, heldout_share=share), tokenizer)
 
 

@@ -76,18 +76,18 @@ def test_an_engine_is_stopped_by_a_signal(number: int, export: Path, launcher: A
 
 @pytest.mark.usefixtures("vllm")
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "message"),
     [("--dies 'with drafts'", "no kernel image"), ("--ends-the-other yes", "ended with code 9")],
     ids=["at its start", "while the other starts"],
 )
 def test_the_error_of_a_failed_engine_is_shown(
-    options: str, words: str, export: Path, cli: Callable[..., Any], tmp_path: Path
+    options: str, message: str, export: Path, cli: Callable[..., Any], tmp_path: Path
 ) -> None:
     questions(tmp_path)
-    given = ["--prompts", "questions.json", "--port", str(free_ports()), "--engine-options", options]
-    done = cli("bench", str(export), "--engine", "vllm", *given, cwd=tmp_path)
+    values = ["--prompts", "questions.json", "--port", str(free_ports()), "--engine-options", options]
+    done = cli("bench", str(export), "--engine", "vllm", *values, cwd=tmp_path)
     assert done.returncode == 1
-    assert words in done.stderr
+    assert message in done.stderr
     assert "says the engine" in done.stderr
     assert "Traceback" not in done.stderr
 
@@ -96,8 +96,8 @@ def test_the_error_of_a_failed_engine_is_shown(
 def test_bench_of_an_export(export: Path, cli: Callable[..., Any], tmp_path: Path) -> None:
     """The stand-in generates three tokens per step with a drafter, and one without."""
     questions(tmp_path)
-    given = ["--port", str(free_ports()), "--prompts", "questions.json", "--out", "bench.json"]
-    done = cli("bench", str(export), "--engine", "vllm", *given, cwd=tmp_path)
+    options = ["--port", str(free_ports()), "--prompts", "questions.json", "--out", "bench.json"]
+    done = cli("bench", str(export), "--engine", "vllm", *options, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     server, baseline = load_results(tmp_path / "bench.json")["methods"]
     assert server["failed"] == baseline["failed"] == 0
@@ -133,19 +133,19 @@ def test_unsupported_exports_are_refused(
 def test_bench_tunes_the_draft_length(export: Path, cli: Callable[..., Any], tmp_path: Path) -> None:
     """The stand-in accepts two draft tokens for every draft length. Finished measurements are reused."""
     questions(tmp_path)
-    given = ["--prompts", "questions.json", "--drafter", str(export), "--concurrency", "1,4", "--out", "lengths.json"]
-    done = cli("tune", "--engine", "vllm", *given, cwd=tmp_path)
+    options = ["--prompts", "questions.json", "--drafter", str(export), "--concurrency", "1,4", "--out", "lengths.json"]
+    done = cli("tune", "--engine", "vllm", *options, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    found = json.loads((tmp_path / "lengths.json").read_text())
-    for load, concurrency in zip(found["loads"], (1, 4), strict=True):
+    lengths_by_load = json.loads((tmp_path / "lengths.json").read_text())
+    for load, concurrency in zip(lengths_by_load["loads"], (1, 4), strict=True):
         assert load["concurrency"] == concurrency
         assert {length["tokens_per_step"] for length in load["lengths"]} == {3.0}
         speedups = {length["tokens"]: length["speedup"] for length in load["lengths"]}
         assert load["best"] == max(speedups | {0: 1.0}, key=(speedups | {0: 1.0}).__getitem__)
-        command = found["commands"][str(load["best"])]
+        command = lengths_by_load["commands"][str(load["best"])]
         assert f'"num_speculative_tokens": {load["best"]}' in command if load["best"] else "speculative" not in command
     before = (tmp_path / "lengths.1.json").stat().st_mtime_ns
     (tmp_path / "lengths.2.json").unlink()
-    again = cli("tune", "--engine", "vllm", *given, cwd=tmp_path)
+    again = cli("tune", "--engine", "vllm", *options, cwd=tmp_path)
     assert again.returncode == 0, again.stderr
     assert (tmp_path / "lengths.1.json").stat().st_mtime_ns == before, "a finished measurement was repeated"

@@ -63,16 +63,16 @@ def test_realpair_with_a_packaged_gguf(package: Path, tmp_path: Path, capsys: py
     (tmp_path / "mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in questions))
     out, changes = tmp_path / "pair", [f"target={TARGET}", f"corpus.files=[{tmp_path / 'mine.jsonl'}]"]
     rows = run(out, *changes)["methods"]
-    wanted: Any = load_recipe("realpair")
-    assert [row["label"] for row in rows] == wanted.evaluate.labels()
+    shipped: Any = load_recipe("realpair")
+    assert [row["label"] for row in rows] == shipped.evaluate.labels()
     exact = [row for row in rows if row["identical_to_greedy"] is not None and row["method"] != "mjsd"]
     assert len(exact) >= 6
     assert all(row["identical_to_greedy"] == [2, 2] for row in exact)
     assert all(row["label"] in (out / "report.html").read_text() for row in rows)
 
-    sides = {side: (out / "corpus" / f"{side}.jsonl").read_text() for side in ("train", "heldout")}
-    assert sum(text.count("Count to ") for text in sides.values()) == 30
-    assert all("Count to " in text and text.count("\n") > text.count("Count to ") for text in sides.values())
+    texts = {name: (out / "corpus" / f"{name}.jsonl").read_text() for name in ("train", "heldout")}
+    assert sum(text.count("Count to ") for text in texts.values()) == 30
+    assert all("Count to " in text and text.count("\n") > text.count("Count to ") for text in texts.values())
     proposed = kept_tokens(load_model(str(out / "drafter")))
     assert proposed is not None
     assert len(proposed) == 200
@@ -89,10 +89,10 @@ def test_realpair_with_a_packaged_gguf(package: Path, tmp_path: Path, capsys: py
     capsys.readouterr()
     assert run(out, *changes)["methods"] == json.loads(json.dumps(rows))
     assert stamps(out) == before
-    said = capsys.readouterr().err
-    assert "results.json is finished" in said
-    assert ": step " not in said
-    assert said.count("reusing it") == 5
+    log = capsys.readouterr().err
+    assert "results.json is finished" in log
+    assert ": step " not in log
+    assert log.count("reusing it") == 5
     with pytest.raises(ValueError, match="corpus"):
         run(out, changes[0])
 

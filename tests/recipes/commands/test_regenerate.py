@@ -88,8 +88,8 @@ def test_sources_with_only_questions_are_answered(values: dict[str, Any], tmp_pa
     source = tmp_path / "questions.jsonl"
     source.write_text('{"turns": ["b c?", "d?"]}\n"e f?"\n')
     assert run(values, source=str(source)).written == 2
-    reply_with = [[message["role"] for message in row["messages"]] for row in rows(values["out"]).values()]
-    assert sorted(reply_with) == [["user", "assistant"], ["user", "assistant", "user", "assistant"]]
+    roles = [[message["role"] for message in row["messages"]] for row in rows(values["out"]).values()]
+    assert sorted(roles) == [["user", "assistant"], ["user", "assistant", "user", "assistant"]]
     source.write_text("")
     with pytest.raises(ValueError, match="0 of 0 rows"):
         run(values, source=str(source), out=f"{values['out']}.more.jsonl")
@@ -102,14 +102,14 @@ def test_answers_equal_transformers_turn_by_turn(values: dict[str, Any]) -> None
     finishes = []
     for row in rows(values["out"]).values():
         finishes += row["finish"]
-        for place in range(1, len(row["messages"]), 2):
+        for turn in range(1, len(row["messages"]), 2):
             ids = tokenizer.apply_chat_template(
-                row["messages"][:place], add_generation_prompt=True, return_tensors="pt", return_dict=False
+                row["messages"][:turn], add_generation_prompt=True, return_tensors="pt", return_dict=False
             )
-            reply_with = model.generate(ids, max_new_tokens=24, do_sample=False, pad_token_id=0)[0, ids.shape[1] :]
-            assert row["messages"][place]["content"] == tokenizer.decode(reply_with, skip_special_tokens=True)
-            ended = int(reply_with[-1]) == tokenizer.eos_token_id
-            assert row["finish"][place // 2] == ("stop" if ended else "length")
+            reply = model.generate(ids, max_new_tokens=24, do_sample=False, pad_token_id=0)[0, ids.shape[1] :]
+            assert row["messages"][turn]["content"] == tokenizer.decode(reply, skip_special_tokens=True)
+            ended = int(reply[-1]) == tokenizer.eos_token_id
+            assert row["finish"][turn // 2] == ("stop" if ended else "length")
     assert report.written + report.failed == 30
     assert min(finishes.count("stop"), finishes.count("length")) > 5
     assert len(finishes) > 30
@@ -136,15 +136,15 @@ def test_answers_do_not_depend_on_batch_order_or_interruption(values: dict[str, 
 
 
 def test_a_random_share_of_the_questions_is_answered(values: dict[str, Any]) -> None:
-    found = {}
+    answers = {}
     for name, changes in {"cold": {}, "hot": {"temperature": 1.0}, "mixed": {"sampled": 0.4}}.items():
         run(values, **(changes | {"out": (out := values["out"].replace("out.", f"{name}."))}))
-        found[name] = {key: row["messages"][1]["content"] for key, row in rows(out).items()}
-    everywhere = found["cold"].keys() & found["hot"].keys() & found["mixed"].keys()  # empty answers are not written
-    told = [key for key in everywhere if found["cold"][key] != found["hot"][key]]
-    hot = sum(found["mixed"][key] == found["hot"][key] for key in told)
-    assert hot + sum(found["mixed"][key] == found["cold"][key] for key in told) == len(told) > 10
-    assert 0 < hot < len(told)
+        answers[name] = {key: row["messages"][1]["content"] for key, row in rows(out).items()}
+    everywhere = answers["cold"].keys() & answers["hot"].keys() & answers["mixed"].keys()  # without empty answers
+    distinct = [key for key in everywhere if answers["cold"][key] != answers["hot"][key]]
+    hot = sum(answers["mixed"][key] == answers["hot"][key] for key in distinct)
+    assert hot + sum(answers["mixed"][key] == answers["cold"][key] for key in distinct) == len(distinct) > 10
+    assert 0 < hot < len(distinct)
 
 
 @pytest.mark.parametrize(
@@ -172,20 +172,20 @@ def test_the_same_command_resumes_after_stop_and_kill(
     assert report.written > 25
     recipe, out = tmp_path / "recipe.yaml", Path(values["out"])
     recipe.write_text(json.dumps(values))
-    for lines, how, code in ((4, signal.SIGKILL, -signal.SIGKILL), (10, signal.SIGTERM, 143)):
-        ended, shown = stop(out, lines - 1, how, "regenerate", str(recipe))
+    for lines, signal_number, code in ((4, signal.SIGKILL, -signal.SIGKILL), (10, signal.SIGTERM, 143)):
+        ended, log = stop(out, lines - 1, signal_number, "regenerate", str(recipe))
         assert ended == code
-        assert "Traceback" not in shown
-        assert ("stopped by signal 15; the same command resumes from here" in shown) == (code == 143)
+        assert "Traceback" not in log
+        assert ("stopped by signal 15; the same command resumes from here" in log) == (code == 143)
         assert lines <= out.read_bytes().count(b"\n") < report.written
 
     resumed = CliRunner().invoke(app, ["regenerate", str(recipe)])
     assert resumed.exit_code == (1 if report.failed else 0)
-    found, wanted = rows(out), rows(whole)
-    assert found.keys() == wanted.keys()
+    actual, expected = rows(out), rows(whole)
+    assert actual.keys() == expected.keys()
     # Rounding depends on the batch, so that one of 2,400 sampled tokens may differ (the probability is about 1e-5 per
     # token), and with it the rest of an answer. With other random numbers, nearly all answers would differ.
-    assert sum(found[key] != wanted[key] for key in wanted) <= 2
+    assert sum(actual[key] != expected[key] for key in expected) <= 2
     before = out.read_bytes()
     repeated = CliRunner().invoke(app, ["regenerate", str(tmp_path / "out.recipe.yaml")])
     assert f"{report.failed} conversations to answer; {out} already has {report.written}" in repeated.stderr
@@ -294,8 +294,8 @@ def test_requests_to_a_server(values: dict[str, Any], serve: Callable[..., Serve
     assert {(body["model"], body["temperature"], body["max_tokens"]) for body in server.bodies} == {("a model", 0, 24)}
     assert not {"seed", "top_k"} & {name for body in server.bodies for name in body}
     for row in rows(values["out"]).values():
-        for place in range(1, len(row["messages"]), 2):
-            assert row["messages"][place]["content"].startswith(f"{place} messages, the last")
+        for turn in range(1, len(row["messages"]), 2):
+            assert row["messages"][turn]["content"].startswith(f"{turn} messages, the last")
     server.bodies.clear()
     run(served(values, server.url), out=values["out"].replace("out.", "other."), temperature=0.5, top_k=9, limit=9)
     assert {body["top_k"] for body in server.bodies} == {9}
@@ -375,13 +375,13 @@ def test_an_invalid_reply_fails_one_conversation(
     values: dict[str, Any], serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(regenerate, "_RETRIES", 0)
-    asked: list[str] = []
+    questions: list[str] = []
     healed = False
 
     def odd(body: dict[str, Any]) -> tuple[int, Any]:
         if len(body["messages"]) == 1:
-            asked.append(body["messages"][0]["content"])
-        number = len(asked) - 2  # the first is answered
+            questions.append(body["messages"][0]["content"])
+        number = len(questions) - 2  # the first is answered
         if healed or len(body["messages"]) > 1 or not 0 <= number < len(ODD):
             return echo(body)
         return ODD[number]

@@ -24,11 +24,11 @@ def evaluated(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Callabl
         load_tokenizer(str(corpus / "tokenizer")).save_pretrained(folder / name)
 
     def run(name: str, **changes: Any) -> Path:
-        made = {"target": str(folder / "target"), "drafter": str(folder / "drafter")} | changes
-        made |= {"kind": "evaluate", "out": str(folder / name / "results.json"), "prompts": str(corpus / "rows.json")}
-        made = {"template": "chatml", "limit": 5, "max_new_tokens": 12, "device": "cpu"} | made
+        values = {"target": str(folder / "target"), "drafter": str(folder / "drafter")} | changes
+        values |= {"kind": "evaluate", "out": str(folder / name / "results.json"), "prompts": str(corpus / "rows.json")}
+        values = {"template": "chatml", "limit": 5, "max_new_tokens": 12, "device": "cpu"} | values
         torch.set_num_threads(1)
-        run_evaluate(EvaluateRecipe(**made))
+        run_evaluate(EvaluateRecipe(**values))
         return folder / name / "results.json"
 
     return run

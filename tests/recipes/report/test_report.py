@@ -35,26 +35,26 @@ VOID = {"meta", "link", "input", "br"}
 @pytest.fixture(scope="module")
 def results(evaluated: Callable[..., Path]) -> Path:
     path = evaluated("first", methods=METHODS)
-    found = load_results(path)
-    for row in found["methods"]:
+    loaded = load_results(path)
+    for row in loaded["methods"]:
         row["steady"] = True  # do not depend on the load of the machine
-    path.write_text(json.dumps(found))
+    path.write_text(json.dumps(loaded))
     return path
 
 
 @pytest.fixture
 def rich(results: Path, tmp_path: Path) -> Path:
     """Return real results with added categories, errors and unusual names."""
-    found = load_results(results)
-    for row in found["methods"]:
+    loaded = load_results(results)
+    for row in loaded["methods"]:
         (part,) = row["by_category"].values()
         row["by_category"] = {"math <b>": part | {"speedup": 1.25}, "chat": part}
-    found["methods"][1]["label"] = NASTY
-    found["methods"][2] |= {"perplexity": None, "joules_per_token": 0.125, "energy_source": "nvml"}
-    found["categories"] = {"math <b>": 3, "chat": 2}
-    found["errors"] = ["the measurement of '<img src=x>' cannot be true"]
+    loaded["methods"][1]["label"] = NASTY
+    loaded["methods"][2] |= {"perplexity": None, "joules_per_token": 0.125, "energy_source": "nvml"}
+    loaded["categories"] = {"math <b>": 3, "chat": 2}
+    loaded["errors"] = ["the measurement of '<img src=x>' cannot be true"]
     (tmp_path / "a").mkdir()
-    (tmp_path / "a" / "results.json").write_text(json.dumps(found))
+    (tmp_path / "a" / "results.json").write_text(json.dumps(loaded))
     return tmp_path / "a" / "results.json"
 
 
@@ -100,21 +100,21 @@ class Page(HTMLParser):
 
 
 def test_the_page_shows_the_measurements(results: Path, tmp_path: Path) -> None:
-    found = load_results(results)
+    loaded = load_results(results)
     page = Page(run_report([results], tmp_path / "page.html"))
     head, *rows = page.table("All methods")
     assert head[3] == "tokens per stepτ"
-    for index, (row, shown) in enumerate(zip(found["methods"], rows, strict=True), 1):
-        assert shown[0].startswith(f"{index} {row['label']}")
-        wanted = (row["temperature"], row["tokens_per_step"], row["acceptance_rate"], row["speedup"], row["bound"])
-        for text, value in zip((shown[1], *shown[3:5], shown[6], shown[8]), wanted, strict=True):
+    for index, (row, cells) in enumerate(zip(loaded["methods"], rows, strict=True), 1):
+        assert cells[0].startswith(f"{index} {row['label']}")
+        expected = (row["temperature"], row["tokens_per_step"], row["acceptance_rate"], row["speedup"], row["bound"])
+        for text, value in zip((cells[1], *cells[3:5], cells[6], cells[8]), expected, strict=True):
             assert text == "–" if value is None else float(text.replace(",", "")) == pytest.approx(value, abs=0.0051)
-    best = best_lossless(row for row in found["methods"] if row["temperature"] == 0)
+    best = best_lossless(row for row in loaded["methods"] if row["temperature"] == 0)
     assert best is not None
     assert best["label"] == "speculative"
     assert f"{best['speedup']:.2f}× " in page.text
-    assert found["machine"]["versions"]["torch"] in page.text
-    assert found["machine"]["name"] in page.text
+    assert loaded["machine"]["versions"]["torch"] in page.text
+    assert loaded["machine"]["name"] in page.text
     assert len(page.tables) == 5  # there is no table for a single category
     assert len(page.drawings) >= 2
 
@@ -169,13 +169,13 @@ def test_points_of_the_chart_have_the_right_positions(rich: Path) -> None:
     assert [each.find("circle") is not None for each in points] == [row["lossless"] for row in rows]
     places = [float(each.find("text").attrib["x"]) for each in points]  # type: ignore[union-attr]
     heights = [-float(each.find("text").attrib["y"]) for each in points]  # type: ignore[union-attr]
-    for found, metric in ((places, "tokens_per_step"), (heights, "speedup")):
-        assert np.argsort(found).tolist() == np.argsort([row[metric] for row in rows]).tolist()
+    for coordinates, metric in ((places, "tokens_per_step"), (heights, "speedup")):
+        assert np.argsort(coordinates).tolist() == np.argsort([row[metric] for row in rows]).tolist()
 
 
 def test_an_evaluation_without_rows_shows_its_errors(tmp_path: Path, results: Path) -> None:
-    found = load_results(results) | {"methods": [], "errors": ["nothing could be true"]}
-    (tmp_path / "results.json").write_text(json.dumps(found))
+    loaded = load_results(results) | {"methods": [], "errors": ["nothing could be true"]}
+    (tmp_path / "results.json").write_text(json.dumps(loaded))
     page = Page(run_report([tmp_path / "results.json"]))
     assert page.tables == []
     assert "nothing could be true" in page.alerts
@@ -184,18 +184,18 @@ def test_an_evaluation_without_rows_shows_its_errors(tmp_path: Path, results: Pa
 def test_a_certificate_next_to_the_results_is_included(rich: Path) -> None:
     recipe = EvaluateRecipe(**json.loads(rich.read_text())["recipe"])
     chosen = recipe.model_copy(update={"out": str(rich), "limit": 2, "methods": recipe.methods[:2]})
-    made = run_certify(chosen, tokens=50)
+    certificates = run_certify(chosen, tokens=50)
     page = Page(run_report([rich]))
     small, rows = (page.table("Certificates")[part] for part in (slice(1, 3), slice(3, None)))
-    assert [row[0] for row in small] == [f"{one.label}, small pair" for one in made[:2]]
-    assert [(row[0], row[2]) for row in rows] == [(one.label, one.verdict) for one in made]
-    for row, one in zip(rows, made, strict=True):
+    assert [row[0] for row in small] == [f"{one.label}, small pair" for one in certificates[:2]]
+    assert [(row[0], row[2]) for row in rows] == [(one.label, one.verdict) for one in certificates]
+    for row, one in zip(rows, certificates, strict=True):
         assert row[6] == ("–" if not one.tests else f"{min(test['p_value'] for test in one.tests):.1g}")
     assert "certificate" not in page.alerts
     path = derive_path(rich, "certificate")
-    told = json.loads(path.read_text())
-    told["recipe"]["drafter"] = "elsewhere"
-    path.write_text(json.dumps(told | {"complete": False}))
+    stored = json.loads(path.read_text())
+    stored["recipe"]["drafter"] = "elsewhere"
+    path.write_text(json.dumps(stored | {"complete": False}))
     alerts = Page(run_report([rich])).alerts
     assert "drafter elsewhere" in alerts
     assert "is incomplete" in alerts
@@ -204,20 +204,20 @@ def test_a_certificate_next_to_the_results_is_included(rich: Path) -> None:
 
 
 def test_a_certificate_of_artifacts_that_have_changed_is_stale(tmp_path: Path, results: Path, rich: Path) -> None:
-    found = load_results(rich)
+    loaded = load_results(rich)
     for name in ("target", "drafter"):
-        shutil.copytree(found["recipe"][name], tmp_path / name)
-        found["recipe"][name] = str(tmp_path / name)
-    found["recipe"] |= {"out": str(rich), "dtype": "bfloat16"}  # a different dtype than that of the files
-    rich.write_text(json.dumps(found))
-    recipe = EvaluateRecipe(**found["recipe"])
+        shutil.copytree(loaded["recipe"][name], tmp_path / name)
+        loaded["recipe"][name] = str(tmp_path / name)
+    loaded["recipe"] |= {"out": str(rich), "dtype": "bfloat16"}  # a different dtype than that of the files
+    rich.write_text(json.dumps(loaded))
+    recipe = EvaluateRecipe(**loaded["recipe"])
     run_certify(recipe.model_copy(update={"limit": 1, "methods": recipe.methods[:2]}), tokens=20)
     assert "stale" not in Page(run_report([rich])).text
     LlamaForCausalLM.from_pretrained(results.parent.parent / "target").save_pretrained(tmp_path / "drafter")
     assert f"drafter {tmp_path / 'drafter'}" in Page(run_report([rich])).alerts
     shutil.rmtree(tmp_path / "drafter")  # a missing drafter cannot be compared
     assert "stale" not in Page(run_report([rich])).text
-    rich.write_text(json.dumps(found | {"recipe": found["recipe"] | {"dtype": "float32"}}))
+    rich.write_text(json.dumps(loaded | {"recipe": loaded["recipe"] | {"dtype": "float32"}}))
     assert "bfloat16, expected float32" in Page(run_report([rich])).alerts
 
 
@@ -225,14 +225,14 @@ def test_a_certificate_of_artifacts_that_have_changed_is_stale(tmp_path: Path, r
 
 
 def test_significant_changes_are_bold(results: Path) -> None:
-    found = load_results(results)
-    sides = []
+    loaded = load_results(results)
+    versions = []
     for speedup, interval in ((1.5, [1.4, 1.6]), (1.65, [1.55, 1.7]), (1.8, [1.7, 1.9]), (1.2, None)):
-        side = copy.deepcopy(found)
-        side["methods"][1] |= {"speedup": speedup, "speedup_interval": interval}
-        sides.append(side)
-    tables = {table.caption: table for table in compare(["a", "b", "c", "d"], sides).tables}
-    assert {len(table.rows) for table in tables.values()} == {len(found["methods"])}
+        changed = copy.deepcopy(loaded)
+        changed["methods"][1] |= {"speedup": speedup, "speedup_interval": interval}
+        versions.append(changed)
+    tables = {table.caption: table for table in compare(["a", "b", "c", "d"], versions).tables}
+    assert {len(table.rows) for table in tables.values()} == {len(loaded["methods"])}
     changes = tables["Speedup"].rows[1][-3:]
     assert [(cell.text, cell.style) for cell in changes] == [("+10.0", ""), ("+20.0", "bold"), ("-20.0", "")]
 
@@ -242,9 +242,9 @@ def test_results_with_other_prompts_and_methods_are_compared(
 ) -> None:
     other = evaluated("second", limit=4, methods=[*METHODS[:2], {"method": "prompt-lookup"}])
     page = Page(run_report([results, other], tmp_path / "page.html"))
-    shown = " ".join(capsys.readouterr().out.split())
-    assert "hash of the prompts" in shown
-    assert "mjsd at temperature 0" in shown
+    output = " ".join(capsys.readouterr().out.split())
+    assert "hash of the prompts" in output
+    assert "mjsd at temperature 0" in output
     rows = page.table("Tokens per step")
     links = [attributes["href"] for tag, attributes in page.elements if tag == "a" and attributes["href"][0] == "#"]
     marks = [attributes["id"] for _, attributes in page.elements if "part-" in attributes.get("id", "")]
@@ -255,13 +255,13 @@ def test_results_with_other_prompts_and_methods_are_compared(
 
 
 def test_rows_have_distinct_labels_and_unsteady_ones_are_marked(results: Path, tmp_path: Path) -> None:
-    found = load_results(results)
+    loaded = load_results(results)
     speeds = {"autoregressive": 1.0, "speculative": 1.5, "mjsd": 0.7}
-    for row in found["methods"]:
+    for row in loaded["methods"]:
         row |= {"speedup": speeds[row["method"]], "speedup_interval": None}
-    quick = copy.deepcopy(found["methods"][1]) | {"label": "quick", "speedup": 1.8, "steady": False, "runs": 3}
-    found["methods"].insert(2, quick)
-    (tmp_path / "results.json").write_text(json.dumps(found))
+    quick = copy.deepcopy(loaded["methods"][1]) | {"label": "quick", "speedup": 1.8, "steady": False, "runs": 3}
+    loaded["methods"].insert(2, quick)
+    (tmp_path / "results.json").write_text(json.dumps(loaded))
     page = Page(run_report([tmp_path / "results.json"]))
     kinds = [attributes.get("class") for tag, attributes in page.elements if tag == "tr"][1:7]
     assert kinds == [None, "best", None, "slower", None, "best"]  # steady rows come first, temperature by temperature
@@ -269,22 +269,22 @@ def test_rows_have_distinct_labels_and_unsteady_ones_are_marked(results: Path, t
     assert [row[6].startswith(("1.80?", "1.50")) for row in rows] == [False, True, True, False, False, True]
     assert "quick" in page.alerts
     assert "speculative" not in page.alerts
-    notes = compare(["a", "b"], [found, found]).notes
+    notes = compare(["a", "b"], [loaded, loaded]).notes
     assert [note.partition(": ")[2] for note in notes if "(a)" in note and "quick" in note] == [
         "quick at temperature 0 (a)"
     ]
-    with (console := Terminal(width=100)).capture() as shown:
-        console.print(method_table("a title", found["methods"]).rich())
-    assert shown.get().count("1.80?") == 1
-    assert shown.get().count("?") == 1
+    with (console := Terminal(width=100)).capture() as output:
+        console.print(method_table("a title", loaded["methods"]).rich())
+    assert output.get().count("1.80?") == 1
+    assert output.get().count("?") == 1
 
 
 def test_incomparable_results_are_reported(results: Path) -> None:
-    found = load_results(results)
-    other = found | {"machine": found["machine"] | {"name": "another"}}
-    assert any(note.startswith("machine: ") for note in compare(["a", "b"], [found, other]).notes)
-    assert compare(["a", "b"], [found, found]).notes == []
-    cold, warm = (found | {"methods": part} for part in (found["methods"][:3], found["methods"][3:]))
+    loaded = load_results(results)
+    other = loaded | {"machine": loaded["machine"] | {"name": "another"}}
+    assert any(note.startswith("machine: ") for note in compare(["a", "b"], [loaded, other]).notes)
+    assert compare(["a", "b"], [loaded, loaded]).notes == []
+    cold, warm = (loaded | {"methods": part} for part in (loaded["methods"][:3], loaded["methods"][3:]))
     with pytest.raises(ValueError, match=r"cold: autoregressive at temperature 0.*warm"):
         compare(["cold", "warm"], [cold, warm])
     with pytest.raises(ValueError, match=re.escape(str(results))):
@@ -294,7 +294,7 @@ def test_incomparable_results_are_reported(results: Path) -> None:
 def test_names_and_numbers_are_not_wrapped_on_a_terminal(results: Path) -> None:
     rows = load_results(results)["methods"]
     rows[1] |= {"label": "multi-candidate", "tokens_per_second": 123456.0, "speedup_interval": [1.23, 2.34]}
-    with (console := Terminal(width=80)).capture() as shown:
+    with (console := Terminal(width=80)).capture() as output:
         console.print(method_table("a title", rows).rich())
-    assert {"multi-candidate", "123,456", "1.23–2.34"} <= set(shown.get().split())
-    assert max(map(len, shown.get().splitlines())) <= 80
+    assert {"multi-candidate", "123,456", "1.23–2.34"} <= set(output.get().split())
+    assert max(map(len, output.get().splitlines())) <= 80

@@ -44,8 +44,8 @@ def test_shipped_recipes_load(name: str) -> None:
 
 
 def test_a_resolved_recipe_survives_a_round_trip(recipe: str, tmp_path: Path) -> None:
-    words = ["train.precision=no", "train.gradient_checkpointing=true"]  # `no` is a word in YAML 1.2, False in 1.1
-    first = load_recipe(recipe, ["train.steps=7", "objective={cross-entropy: 0.5}", *words])
+    overrides = ["train.precision=no", "train.gradient_checkpointing=true"]  # `no` is a word in YAML 1.2, False in 1.1
+    first = load_recipe(recipe, ["train.steps=7", "objective={cross-entropy: 0.5}", *overrides])
     assert isinstance(first, DrafterRecipe)
     assert (first.train.steps, first.train.precision, first.train.gradient_checkpointing) == (7, "no", True)
     assert first.train.learning_rate == 1e-3  # a number in YAML 1.2, a string in 1.1
@@ -56,11 +56,11 @@ def test_a_resolved_recipe_survives_a_round_trip(recipe: str, tmp_path: Path) ->
 
 
 def test_overrides_are_applied_after_given_values(recipe: str) -> None:
-    given = {"target": "a: b, [c]", "train.steps": 3, "train.betas": [0.5, 0.6], "train.seed": 1}
-    found = load_recipe(recipe, ["train.seed=2", "train.betas.1=0.7"], options=given)
-    assert isinstance(found, DrafterRecipe)
-    assert (found.target, found.train.steps, found.train.seed) == ("a: b, [c]", 3, 2)
-    assert found.train.betas == (0.5, 0.7)
+    options = {"target": "a: b, [c]", "train.steps": 3, "train.betas": [0.5, 0.6], "train.seed": 1}
+    loaded = load_recipe(recipe, ["train.seed=2", "train.betas.1=0.7"], options=options)
+    assert isinstance(loaded, DrafterRecipe)
+    assert (loaded.target, loaded.train.steps, loaded.train.seed) == ("a: b, [c]", 3, 2)
+    assert loaded.train.betas == (0.5, 0.7)
 
 
 def test_quickstart_sets_folder_seed_and_minutes() -> None:
@@ -86,6 +86,6 @@ def test_a_recipe_overrides_the_one_it_extends(tmp_path: Path) -> None:
     expected = base | {"objective": {"forward-kl": 1.0}, "train": {"steps": 9, "seed": 2}}
     assert read_extended(tmp_path / "top.yaml") == expected
     (tmp_path / "shipped.yaml").write_text("extends: drafter/vicuna-68m\nout: mine\n")
-    mine = load_recipe(str(tmp_path / "shipped.yaml"))
-    assert isinstance(mine, DrafterRecipe)
-    assert (mine.out, mine.train.global_batch) == ("mine", 128)
+    extended = load_recipe(str(tmp_path / "shipped.yaml"))
+    assert isinstance(extended, DrafterRecipe)
+    assert (extended.out, extended.train.global_batch) == ("mine", 128)

@@ -57,13 +57,13 @@ def test_the_legacy_flag_is_reported(
     texts = [load_tokenizer(folder)("</s>hello", add_special_tokens=False).input_ids for folder in (target, drafter)]
     assert texts[0] != texts[1], "the test needs tokenizers that differ"
     assert not check_pair(target, drafter, as_json=True)
-    shown = json.loads(capsys.readouterr().out)
-    (finding,) = shown["findings"]
+    diagnosis = json.loads(capsys.readouterr().out)
+    (finding,) = diagnosis["findings"]
     assert finding["check"] == "encoding"
     assert finding["severity"] == "weakness"
     assert "hello" in finding["what"]
     assert "▁" in finding["drafter"]
-    assert {verdict["outcome"] for verdict in shown["verdicts"].values()} == {"works but"}
+    assert {verdict["outcome"] for verdict in diagnosis["verdicts"].values()} == {"works but"}
 
     assert check_pair(target, drafter, fix=tmp_path / "fixed", as_json=True)
     assert json.loads(capsys.readouterr().out)["findings"] == []
@@ -88,9 +88,9 @@ def test_the_output_is_a_table(pair: tuple[Path, Path], capsys: pytest.CaptureFi
     for part in ("vocab_size", "320 (320 tokens)", "352 (320 tokens)", "assistant_tokenizer", "fault", "refused"):
         assert part in out
     assert check_pair(str(target), str(drafter), fix=drafter.with_name("fixed"))
-    said = capsys.readouterr()
-    assert "32 dropped" in said.err
-    assert "no findings" in said.out
+    captured = capsys.readouterr()
+    assert "32 dropped" in captured.err
+    assert "no findings" in captured.out
 
 
 def test_a_changed_artifact_is_reported(tiny_pair: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -99,10 +99,10 @@ def test_a_changed_artifact_is_reported(tiny_pair: Path, tmp_path: Path, capsys:
     for path in (tiny_pair / "target").glob("token*"):
         shutil.copyfile(path, drafter / path.name)
     assert not check_pair(target, str(drafter), as_json=True)
-    shown = json.loads(capsys.readouterr().out)
-    (finding,) = [one for one in shown["findings"] if one["check"] == "changed files"]
+    diagnosis = json.loads(capsys.readouterr().out)
+    (finding,) = [one for one in diagnosis["findings"] if one["check"] == "changed files"]
     assert "contains tokenizer.json, tokenizer_config.json, which its artifact.json does not list" in finding["drafter"]
-    assert {name for name, one in shown["verdicts"].items() if one["outcome"] == "refused"} == {"draftsmith"}
+    assert {name for name, one in diagnosis["verdicts"].items() if one["outcome"] == "refused"} == {"draftsmith"}
     assert check_pair(str(drafter), str(tiny_pair / "drafter"), as_json=True), "a changed target must be accepted"
     assert "files of the target differ from its artifact.json" in capsys.readouterr().out
     with (drafter / "model.safetensors").open("r+b") as weights:
@@ -127,9 +127,9 @@ def test_weights_that_cannot_be_loaded_are_refused(
     with pytest.raises(ValueError, match="pickled") as refused:
         load_model(str(drafter))
     assert not check_pair(str(target), str(drafter), as_json=True)
-    shown = json.loads(capsys.readouterr().out)
-    (reason,) = shown["verdicts"]["draftsmith"]["reasons"]
-    assert shown["verdicts"]["draftsmith"]["outcome"] == "refused"
+    diagnosis = json.loads(capsys.readouterr().out)
+    (reason,) = diagnosis["verdicts"]["draftsmith"]["reasons"]
+    assert diagnosis["verdicts"]["draftsmith"]["outcome"] == "refused"
     assert reason.partition("; ")[2] in str(refused.value)
     monkeypatch.setenv("DRAFTSMITH_UNPICKLE", "1")
     load_model(str(drafter))
@@ -159,12 +159,12 @@ def test_the_command_line(
 ) -> None:
     target, drafter = map(str, pair)
     cases = ((target, "--json"), "options require a target"), ((target, drafter, "--fix", drafter), "already exists")
-    for arguments, said in cases:
+    for arguments, message in cases:
         monkeypatch.setattr("sys.argv", ["draftsmith", "doctor", *arguments])
         with pytest.raises(SystemExit) as ended:
             main()
         assert ended.value.code == 2
-        assert said in capsys.readouterr().err
+        assert message in capsys.readouterr().err
 
 
 def test_packages_are_listed_once_with_their_extras(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,10 +174,10 @@ def test_packages_are_listed_once_with_their_extras(monkeypatch: pytest.MonkeyPa
         extras["Provides-Extra"] = extra
     monkeypatch.setattr(machine, "metadata", lambda _: extras)
     monkeypatch.setattr(machine, "requires", lambda _: needed)
-    found = {finding.name: finding for finding in machine.findings()}
-    assert found["some.package"][1:] == ("missing", install_hint("a"))
+    findings = {finding.name: finding for finding in machine.findings()}
+    assert findings["some.package"][1:] == ("missing", install_hint("a"))
     assert sum(finding.name == "some.package" for finding in machine.findings()) == 1
-    assert found["numpy"].state == version("numpy")
+    assert findings["numpy"].state == version("numpy")
 
     def missing(_: str) -> Any:
         raise PackageNotFoundError
@@ -190,6 +190,6 @@ def test_packages_are_listed_once_with_their_extras(monkeypatch: pytest.MonkeyPa
 def test_busy_processors_are_reported(load: float, advised: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
-    (found,) = (each for each in machine.findings() if each.name.startswith("load"))
-    assert found.state == f"{load:.1f} of 8 cores"
-    assert ("OMP_NUM_THREADS=1" in found.advice) == advised
+    (finding,) = (each for each in machine.findings() if each.name.startswith("load"))
+    assert finding.state == f"{load:.1f} of 8 cores"
+    assert ("OMP_NUM_THREADS=1" in finding.advice) == advised

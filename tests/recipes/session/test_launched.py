@@ -43,8 +43,8 @@ class Ranks:
 
     def ended(self) -> tuple[list[int], list[str]]:
         """Wait for the processes; return exit codes and standard errors."""
-        codes, said = zip(*(process.ended() for process in self._processes), strict=True)
-        return list(codes), list(said)
+        codes, outputs = zip(*(process.ended() for process in self._processes), strict=True)
+        return list(codes), list(outputs)
 
 
 @pytest.fixture
@@ -82,17 +82,17 @@ def test_two_processes_give_the_result_of_one(
     recipe = heads_recipe if "heads" in name else drafter_recipe
     outs = [tmp_path / "one", tmp_path / "two"]
     for number, out in enumerate(outs, 1):
-        codes, said = Ranks(launcher, number, "train", str(recipe), f"out={out}", *changes).ended()
-        assert codes == [0] * number, said
-        assert "wrote" in said[0]
-        assert "wrote" not in "".join(said[1:])
+        codes, outputs = Ranks(launcher, number, "train", str(recipe), f"out={out}", *changes).ended()
+        assert codes == [0] * number, outputs
+        assert "wrote" in outputs[0]
+        assert "wrote" not in "".join(outputs[1:])
     one, two = outs
     assert len(logged(two, "loss")) == 4
     assert logged(two, "loss") == pytest.approx(logged(one, "loss"), abs=1e-4)  # float32 sums in a different order
     measured = list(zip(logged(one, "evaluation"), logged(two, "evaluation"), strict=True))
     assert measured
-    for expected, found in measured:
-        assert found == pytest.approx(expected, abs=1e-3)
+    for expected, actual in measured:
+        assert actual == pytest.approx(expected, abs=1e-3)
     summaries = [verify_artifact(out).training for out in outs]
     assert summaries[0]["kept_step"] == summaries[1]["kept_step"]
     assert [summary["processes"] for summary in summaries] == [1, 2]
@@ -102,15 +102,15 @@ def test_two_processes_give_the_result_of_one(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("change", "words", "code"), [("target=/nowhere", "/nowhere", 2), ("train.max_norm=1e-9", "max_norm 1e-09", 1)]
+    ("change", "message", "code"), [("target=/nowhere", "/nowhere", 2), ("train.max_norm=1e-9", "max_norm 1e-09", 1)]
 )
 def test_an_error_ends_all_processes(
-    change: str, words: str, code: int, launcher: Any, drafter_recipe: Path, tmp_path: Path
+    change: str, message: str, code: int, launcher: Any, drafter_recipe: Path, tmp_path: Path
 ) -> None:
-    codes, said = Ranks(launcher, 2, "train", str(drafter_recipe), change).ended()
-    assert codes == [code, code], said
-    assert "Traceback" not in "".join(said)
-    assert all(words in text for text in said)
+    codes, outputs = Ranks(launcher, 2, "train", str(drafter_recipe), change).ended()
+    assert codes == [code, code], outputs
+    assert "Traceback" not in "".join(outputs)
+    assert all(message in text for text in outputs)
     assert not (tmp_path / "drafter").exists()
 
 
@@ -119,17 +119,17 @@ def test_a_signal_to_one_ends_all_processes(launcher: Any, drafter_recipe: Path,
     ranks = Ranks(launcher, 2, "train", str(drafter_recipe), *longer)
     log = tmp_path / "drafter.state" / "log.jsonl"
     ranks.signal(signal.SIGINT, 1, lambda: log.is_file() and log.read_text().count("loss") > 2)
-    codes, said = ranks.ended()
-    assert codes == [130, 130], said
-    assert "".join(said).count("stopped by SIGINT after step") == 1
+    codes, outputs = ranks.ended()
+    assert codes == [130, 130], outputs
+    assert "".join(outputs).count("stopped by SIGINT after step") == 1
     alone, whole = (
         Ranks(launcher, 1, "train", str(drafter_recipe), *longer, *more) for more in ((), (f"out={tmp_path}/w",))
     )
     assert (alone.ended()[0], whole.ended()[0]) == ([0], [0])
     assert "resumed after step" in alone.ended()[1][0]
-    found = logged(tmp_path / "drafter")
-    assert len(found) == 60
-    assert found == pytest.approx(logged(tmp_path / "w"), abs=1e-3)
+    losses = logged(tmp_path / "drafter")
+    assert len(losses) == 60
+    assert losses == pytest.approx(logged(tmp_path / "w"), abs=1e-3)
 
 
 @pytest.mark.slow
@@ -137,12 +137,12 @@ def test_a_killed_process_ends_the_others(launcher: Any, drafter_recipe: Path, t
     ranks = Ranks(launcher, 2, "train", str(drafter_recipe), "train.steps=2000", "train.micro_batch=1")
     log = tmp_path / "drafter.state" / "log.jsonl"
     ranks.signal(signal.SIGKILL, 1, lambda: log.is_file() and log.read_text().count("loss") > 2)
-    codes, said = ranks.ended()
+    codes, outputs = ranks.ended()
     assert codes == [1, -signal.SIGKILL]
-    ended, reason = said[0].splitlines()[-1].split(": ", 1)
+    ended, reason = outputs[0].splitlines()[-1].split(": ", 1)
     assert ended == "process 0 ended because another process of this launch ended or does not respond"
     assert "gloo/transport" in reason
-    assert "Traceback" not in said[0]
+    assert "Traceback" not in outputs[0]
 
 
 LAUNCHER = "import subprocess, sys; subprocess.Popen(sys.argv[1:], start_new_session=True).wait()"
@@ -177,17 +177,17 @@ def commands() -> list[list[str]]:
     return [*names, ["prepare", "x"], ["prepare", "x", "--lint"]]
 
 
-@pytest.mark.parametrize("words", commands(), ids=" ".join)
+@pytest.mark.parametrize("command", commands(), ids=" ".join)
 def test_commands_for_one_process_refuse_several(
-    words: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    command: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WORLD_SIZE", "3")
-    name = " ".join(word for word in words if word != "x")
+    name = " ".join(word for word in command if word != "x")
     for rank in ("0", "2"):  # every process must report it, since the launcher kills the others
         monkeypatch.setenv("RANK", rank)
         with pytest.raises(ValueError, match=f"`draftsmith {name}` .* 3 "):
-            app(words, standalone_mode=False)
+            app(command, standalone_mode=False)
     assert not os.listdir(tmp_path)
 
 
@@ -197,7 +197,7 @@ def test_damaged_data_ends_all_processes(launcher: Any, drafter_recipe: Path, tm
     (tokens,) = (tmp_path / "prepared").glob("*/train/tokens.npy")
     content = tokens.read_bytes()
     tokens.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    codes, said = Ranks(launcher, 2, "train", str(drafter_recipe), "train.micro_batch=1").ended()
-    assert codes == [2, 1], said
-    assert f"error: {tokens} has SHA-256" in said[0]
-    assert "another process of this launch" in said[1]
+    codes, outputs = Ranks(launcher, 2, "train", str(drafter_recipe), "train.micro_batch=1").ended()
+    assert codes == [2, 1], outputs
+    assert f"error: {tokens} has SHA-256" in outputs[0]
+    assert "another process of this launch" in outputs[1]

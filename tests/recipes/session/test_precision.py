@@ -18,9 +18,9 @@ def number_formats(recipe: Any) -> tuple[str, str]:
 def test_auto_is_float32_where_bfloat16_is_emulated(name: str, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
     recipe: Any = load_training(name, [])
     assert recipe.train.precision == "auto"
-    for native, wanted in ((False, ("no", "float32")), (True, ("bf16", "bfloat16"))):
+    for native, expected in ((False, ("no", "float32")), (True, ("bf16", "bfloat16"))):
         monkeypatch.setattr(precision, "has_bfloat16", lambda native=native: native)
-        assert number_formats(settle_precision(recipe)) == wanted
+        assert number_formats(settle_precision(recipe)) == expected
         assert ("is emulated on this machine" in capfd.readouterr().err) == (not native)
 
 

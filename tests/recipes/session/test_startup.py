@@ -27,9 +27,9 @@ LIGHT = [
 
 @pytest.mark.parametrize("arguments", LIGHT, ids=" ".join)
 def test_slow_packages_are_not_imported(arguments: tuple[str, ...], tiny_pair: Path, tmp_path: Path) -> None:
-    given = [word.format(pair=tiny_pair) for word in arguments]
+    replaced = [word.format(pair=tiny_pair) for word in arguments]
     done = subprocess.run(
-        [sys.executable, "-c", RUN, *given], cwd=tmp_path, capture_output=True, text=True, check=False
+        [sys.executable, "-c", RUN, *replaced], cwd=tmp_path, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout

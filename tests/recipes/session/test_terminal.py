@@ -19,8 +19,8 @@ MARKED = "[/x] [red]p[/red] :smile: \\[a]"
 STEERING = "\x1b[31m\x1b]0;t\x07\x9b2J\u202eabc\u2066\u200f\u200b\r\x08\x7f\udcff\U000e0041\u2028"
 
 
-def steering(shown: str) -> set[str]:
-    return {c for c in shown if unicodedata.category(c) in ("Cc", "Cf", "Cs", "Zl", "Zp")} - {"\n"}
+def steering(text: str) -> set[str]:
+    return {c for c in text if unicodedata.category(c) in ("Cc", "Cf", "Cs", "Zl", "Zp")} - {"\n"}
 
 
 def test_printed_text_is_unchanged(capsys: pytest.CaptureFixture[str]) -> None:
@@ -36,13 +36,13 @@ def test_printed_text_is_unchanged(capsys: pytest.CaptureFixture[str]) -> None:
     out.rule(hostile)
     log(hostile)
     write_json(json.dumps([hostile], ensure_ascii=False))
-    shown, said = capsys.readouterr()
-    shown, written = shown[: shown.rindex("[")], shown[shown.rindex('["') :]
-    assert not steering(shown + said + written)
-    assert shown.count(MARKED) == 9
-    assert said.count(MARKED) == 1
-    assert "�" in said
-    assert "␛[31m␛]0;t" in said
+    output, errors = capsys.readouterr()
+    output, written = output[: output.rindex("[")], output[output.rindex('["') :]
+    assert not steering(output + errors + written)
+    assert output.count(MARKED) == 9
+    assert errors.count(MARKED) == 1
+    assert "�" in errors
+    assert "␛[31m␛]0;t" in errors
     assert json.loads(written) == [hostile]
 
 
@@ -53,18 +53,18 @@ def test_ordinary_text_is_not_changed(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_error_messages_are_shown_literally(launcher: Any) -> None:
-    code, said = launcher.run("train", f"{MARKED}\x1b]0;t\x07\x9b\u202e.yaml")
+    code, errors = launcher.run("train", f"{MARKED}\x1b]0;t\x07\x9b\u202e.yaml")
     assert code == 2
-    assert not steering(said)
-    code, said = launcher.run("report", f"/tmp/{MARKED}\x1b]0;t\x07\u202e.json")
+    assert not steering(errors)
+    code, errors = launcher.run("report", f"/tmp/{MARKED}\x1b]0;t\x07\u202e.json")
     assert code == 2
-    assert MARKED in said
-    assert not steering(said)
+    assert MARKED in errors
+    assert not steering(errors)
 
 
 def test_only_the_terminal_module_prints() -> None:
     """Other ways to print could send control sequences of untrusted text."""
-    found = []
+    prints_in = []
     for path in sorted(ROOT.glob("[a-z]*/**/*.py")):
         if path.is_relative_to(ROOT / "tests") or path in PRINT:
             continue
@@ -75,5 +75,5 @@ def test_only_the_terminal_module_prints() -> None:
                 isinstance(node, ast.keyword) and node.arg in ("markup", "emoji")
             )
             if prints or marks or (isinstance(node, ast.ImportFrom) and node.module == "rich.markup"):
-                found.append(f"{path}:{getattr(node, 'lineno', 0)}")
-    assert found == []
+                prints_in.append(f"{path}:{getattr(node, 'lineno', 0)}")
+    assert prints_in == []

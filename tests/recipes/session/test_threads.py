@@ -27,10 +27,10 @@ def test_idle_cores_are_counted_among_those_of_the_process(cores: set[int], idle
 
 
 @pytest.mark.parametrize(
-    ("command", "given", "expected"), [("train", None, "1"), ("train", "7", "7"), ("show", None, None)]
+    ("command", "setting", "expected"), [("train", None, "1"), ("train", "7", "7"), ("show", None, None)]
 )
 def test_the_command_line_respects_the_users_setting(
-    command: str, given: str | None, expected: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    command: str, setting: str | None, expected: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "stat").write_text(BEFORE)
     monkeypatch.setattr(threads, "_STAT", tmp_path / "stat")
@@ -38,8 +38,8 @@ def test_the_command_line_respects_the_users_setting(
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     monkeypatch.setattr(sys, "argv", ["draftsmith", command])
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    if given is not None:
-        monkeypatch.setenv("OMP_NUM_THREADS", given)
+    if setting is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", setting)
     line = threads.choose_threads()
     assert ("1 of 2 cores" in line) == (expected == "1")
     assert os.environ.get("OMP_NUM_THREADS") == expected

@@ -9,7 +9,7 @@ MODULE = str(Path(__file__).resolve().parents[3] / "__main__.py")
 
 
 @pytest.mark.parametrize(
-    ("arguments", "environment", "wanted"),
+    ("arguments", "environment", "expected"),
     [
         (["/usr/bin/draftsmith", "train", "a b", "k=v w"], {}, "draftsmith train 'a b' 'k=v w'"),
         ([MODULE, "train", "x"], {}, "draftsmith train x"),
@@ -23,11 +23,11 @@ MODULE = str(Path(__file__).resolve().parents[3] / "__main__.py")
     ],
 )  # fmt: skip
 def test_the_recorded_command_is_quoted_for_a_shell(
-    arguments: list[str], environment: dict[str, str], wanted: str | None
+    arguments: list[str], environment: dict[str, str], expected: str | None
 ) -> None:
-    assert typed_command(arguments, environment) == wanted
+    assert typed_command(arguments, environment) == expected
 
 
 def test_a_secret_that_follows_its_option_is_redacted() -> None:
-    found = typed_command(["draftsmith", "push", "--token", "correct-horse", "--yes", "--password", "-x", "y"], {})
-    assert found == "draftsmith push --token '<redacted>' --yes --password -x y"
+    typed = typed_command(["draftsmith", "push", "--token", "correct-horse", "--yes", "--password", "-x", "y"], {})
+    assert typed == "draftsmith push --token '<redacted>' --yes --password -x y"

@@ -54,8 +54,8 @@ def flash_reference(
         assert len(query) == 1
         assert options["max_length_q"] == int(borders.diff().max())
     row = list(zip(borders[:-1].tolist(), borders[1:].tolist(), strict=True))
-    kept = {name: options[name] for name in ("dropout", "scaling") if name in options}
-    return documents_attention(module, query, key, value, None, spans=[row] * len(query), **kept)
+    supported = {name: options[name] for name in ("dropout", "scaling") if name in options}
+    return documents_attention(module, query, key, value, None, spans=[row] * len(query), **supported)
 
 
 @pytest.fixture
@@ -100,8 +100,8 @@ def test_a_document_kernel_equals_masked_attention(
         outputs.append(output_BTX)
         gradients.append([p.grad for p in model.parameters()])
     torch.testing.assert_close(outputs[1], outputs[0], rtol=1e-4, atol=1e-4)
-    for mine, theirs in zip(*gradients, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-3)
+    for actual, expected in zip(*gradients, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-3)
 
 
 def test_a_model_is_checked_on_the_cpu_before_its_kernel_is_used() -> None:
@@ -162,14 +162,14 @@ def test_a_model_may_be_wrapped_by_peft(worker: ModuleType) -> None:
     forward = make_forward(wrapper)
     assert forward.weight_VD() is wrapper.get_base_model().lm_head.weight
     real = batch.documents_BT >= 0
-    wanted = wrapper.base_model.model.model(
+    expected = wrapper.base_model.model.model(
         batch.tokens_BT, attention_mask=batch.attention_mask_B1TT(), position_ids=batch.positions_BT
     ).last_hidden_state
-    torch.testing.assert_close(forward(batch)[real], wanted[real], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(forward(batch)[real], expected[real], rtol=1e-4, atol=1e-4)
     before = PackedForward(wrapper, "before-norm")
-    torch.testing.assert_close(before.after_norm(before.hidden(batch))[real], wanted[real], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(before.after_norm(before.hidden(batch))[real], expected[real], rtol=1e-4, atol=1e-4)
     wrapper.disable_adapter_layers()
-    assert not torch.allclose(forward(batch)[real], wanted[real], atol=1e-2), "the adapter had no effect"
+    assert not torch.allclose(forward(batch)[real], expected[real], atol=1e-2), "the adapter had no effect"
 
 
 WITH_NORM = {family: {} for family in FAMILIES} | {"opt": {"word_embed_proj_dim": 16}}
@@ -177,11 +177,11 @@ WITH_NORM = {family: {} for family in FAMILIES} | {"opt": {"word_embed_proj_dim"
 
 def entering(norm: torch.nn.Module, model: Any, **inputs: Any) -> torch.Tensor:
     """Run the forward pass of a model and return the input of a norm."""
-    found: list[torch.Tensor] = []
-    handle = norm.register_forward_pre_hook(lambda module, args: found.append(args[0]))
+    inputs_of_norm: list[torch.Tensor] = []
+    handle = norm.register_forward_pre_hook(lambda module, args: inputs_of_norm.append(args[0]))
     model(**inputs, use_cache=False)
     handle.remove()
-    return found[0]
+    return inputs_of_norm[0]
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager", REFERENCE])
@@ -204,9 +204,9 @@ def test_pre_norm_states_equal_the_input_of_the_norm(
     model.config._attn_implementation = "eager"
     for row, documents_T in enumerate(batch.documents_BT):
         for document in documents_T[documents_T >= 0].unique():
-            place = documents_T == document
-            alone_1TD = entering(norm, model, input_ids=batch.tokens_BT[row : row + 1, place])
-            torch.testing.assert_close(states_BTD[row, place], alone_1TD[0], rtol=1e-3, atol=1e-3)
+            inside = documents_T == document
+            alone_1TD = entering(norm, model, input_ids=batch.tokens_BT[row : row + 1, inside])
+            torch.testing.assert_close(states_BTD[row, inside], alone_1TD[0], rtol=1e-3, atol=1e-3)
 
 
 def test_states_are_normed_in_the_dtype_of_the_model(worker: ModuleType) -> None:
@@ -214,8 +214,8 @@ def test_states_are_normed_in_the_dtype_of_the_model(worker: ModuleType) -> None
     forward = PackedForward(build("gpt_neox", "sdpa"), "before-norm")
     with torch.no_grad():
         states_BTD = forward.hidden(batch)
-        kept_BTD = forward.after_norm(states_BTD.bfloat16())  # the dtype of a cache
-        torch.testing.assert_close(kept_BTD, forward.after_norm(states_BTD), rtol=0.05, atol=0.05)
+        normed_BTD = forward.after_norm(states_BTD.bfloat16())  # the dtype of a cache
+        torch.testing.assert_close(normed_BTD, forward.after_norm(states_BTD), rtol=0.05, atol=0.05)
 
 
 def test_other_calls_of_the_model_are_unaffected(worker: ModuleType) -> None:
@@ -245,14 +245,14 @@ def test_unsupported_models_are_unchanged() -> None:
 
 def documents_alone(model: Any, batch: Batch) -> list[tuple[int, torch.Tensor, list[int]]]:
     """Run each document separately; return its row, logits [T, V] and labels."""
-    found = []
+    results = []
     for row in range(batch.tokens_BT.shape[0]):
         for number in batch.documents_BT[row].unique().tolist():
             inside = batch.documents_BT[row] == number
             if number >= 0:
                 logits = model(batch.tokens_BT[row][inside][None]).logits[0]
-                found.append((row, logits, batch.labels_BT[row][inside].tolist()))
-    return found
+                results.append((row, logits, batch.labels_BT[row][inside].tolist()))
+    return results
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -268,9 +268,9 @@ def test_packed_documents_have_the_loss_of_separate_ones(worker: ModuleType, fam
     expected, items = 0.0, 0
     with torch.no_grad():
         for _, logits_TV, labels in documents_alone(model, batch):
-            for place, label in enumerate(labels[1:]):
+            for position, label in enumerate(labels[1:]):
                 if label != -100:
-                    expected -= float(logits_TV[place].log_softmax(-1)[label])
+                    expected -= float(logits_TV[position].log_softmax(-1)[label])
                     items += 1
     assert int(count) == items == int(task.count(batch))
     assert float(loss.detach()) == pytest.approx(expected, rel=1e-5)
@@ -288,13 +288,13 @@ def test_blocks_but_not_documents_may_exceed_the_learned_positions(worker: Modul
     labels = torch.where(documents >= 0, rows, -100)
     for chosen in ([0, 1], [1]):  # with several documents per row, and with one
         batch = Batch(rows, labels, positions, documents).rows(np.array(chosen))
-        found = PackedForward(model)(batch)
-        assert found.isfinite().all()
+        output = PackedForward(model)(batch)
+        assert output.isfinite().all()
         for row, logits, _ in documents_alone(model, batch):
             head = model.get_output_embeddings()
             inside = batch.documents_BT[row]
             number = next(n for n in inside.unique().tolist() if n >= 0 and int((inside == n).sum()) == len(logits))
-            torch.testing.assert_close(head(found[row][inside == number]), logits, atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(head(output[row][inside == number]), logits, atol=1e-4, rtol=1e-4)
     too_long = Batch(rows[:1], rows[:1], torch.arange(16)[None], torch.zeros(1, 16, dtype=torch.int64))
     with pytest.raises(ValueError, match=r"a document has 16 tokens, but .* 8 positions"):
         PackedForward(model)(too_long)

@@ -52,7 +52,7 @@ def build(family: str = "t5", attention: str = "sdpa", seed: int = 0, **override
 
 def answers_alone(model: Any, batch: Batch) -> list[tuple[int, int, torch.Tensor]]:
     """Run each answer separately; return its row, position and log-probabilities [answer tokens, V]."""
-    found = []
+    results = []
     for row in range(batch.tokens_BT.shape[0]):
         labels, documents = batch.labels_BT[row].tolist(), batch.documents_BT[row].tolist()
         at = 1
@@ -67,9 +67,9 @@ def answers_alone(model: Any, batch: Batch) -> list[tuple[int, int, torch.Tensor
             inputs = torch.cat((torch.tensor([3]), batch.tokens_BT[row, at : end - 1]))
             masks = {"attention_mask": torch.ones_like(source)[None], "decoder_attention_mask": torch.ones(1, end - at)}
             logits = model(source[None], decoder_input_ids=inputs[None], **masks).logits[0]
-            found.append((row, at, logits.log_softmax(-1)))
+            results.append((row, at, logits.log_softmax(-1)))
             at = end
-    return found
+    return results
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -88,26 +88,26 @@ def test_each_answer_has_the_loss_of_a_separate_forward(worker: ModuleType, fami
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     packed = torch.autograd.grad(loss, [p for _, p in named], retain_graph=True)
     alone = torch.autograd.grad(expected, [p for _, p in named])
-    for (name, _), mine, theirs in zip(named, packed, alone, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=2e-4, atol=2e-4, msg=lambda text, name=name: f"{name}: {text}")
+    for (name, _), grad, other in zip(named, packed, alone, strict=True):
+        torch.testing.assert_close(grad, other, rtol=2e-4, atol=2e-4, msg=lambda text, name=name: f"{name}: {text}")
 
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.lists(st.tuples(st.integers(1, 6), st.integers(0, 5)), min_size=1, max_size=3), max_size=7))
 def test_answers_are_runs_inside_documents(documents: list[list[tuple[int, int]]]) -> None:
-    blocks, wanted, at = [], [], 0
+    blocks, expected, at = [], [], 0
     for number, exchanges in enumerate(documents):
         flags: list[int] = []
         for question, answer in exchanges:
             flags += [0] * question
             if answer:
-                wanted.append((at, at + len(flags), at + len(flags) + answer))
+                expected.append((at, at + len(flags), at + len(flags) + answer))
             flags += [1] * answer
         at += len(flags)
         blocks.append(Document(np.zeros(len(flags), dtype=np.int64), np.array(flags), number))
     batch = make_batch([blocks], at + 2, 0)
-    found = find_answers(batch.labels_BT.numpy(), batch.documents_BT.numpy())
-    assert [tuple(row) for row in found.tolist()] == wanted
+    result = find_answers(batch.labels_BT.numpy(), batch.documents_BT.numpy())
+    assert [tuple(row) for row in result.tolist()] == expected
 
 
 def test_a_block_without_answers_uses_every_parameter_and_changes_none() -> None:
@@ -135,8 +135,8 @@ def test_recomputed_activations_and_half_precision(worker: ModuleType, family: s
         loss, _ = module(batch.tokens_BT, batch.labels_BT, batch.positions_BT, batch.documents_BT)
         loss.backward()
         gradients.append([p.grad for p in model.parameters()])
-    for mine, theirs in zip(*gradients, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+    for actual, expected in zip(*gradients, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
     exact = SourceForward(build(family)).hidden(batch)
     halved = SourceForward(build(family).to(torch.bfloat16)).hidden(batch)
     assert halved.dtype == torch.bfloat16
@@ -154,10 +154,10 @@ def test_training_states_equal_decoding_states() -> None:
     batch = make_batch([[Document(rendered.ids, rendered.trainable(), 0)]], len(rendered.ids) + 3, 0)
     hidden_BTD = SourceForward(model).hidden(batch)
     scorer = wrap_model(model)
-    for (start, end), asked in zip(rendered.spans, (1, 3), strict=True):
-        prompt = prompt_renderer(template, tokenizer)(turns[:asked])
+    for (start, end), num_turns in zip(rendered.spans, (1, 3), strict=True):
+        prompt = prompt_renderer(template, tokenizer)(turns[:num_turns])
         (begin,), cache = scorer.begin([prompt], end - start)
         inputs = torch.tensor([[*begin, *rendered.ids[start : end - 1].tolist()]])
-        wanted_MV = scorer.logits(scorer.extend(cache, inputs))[0]
-        found_MV = model.lm_head(hidden_BTD[0, start - 1 : end - 1])
-        torch.testing.assert_close(found_MV, wanted_MV, rtol=1e-4, atol=1e-4)
+        expected_MV = scorer.logits(scorer.extend(cache, inputs))[0]
+        actual_MV = model.lm_head(hidden_BTD[0, start - 1 : end - 1])
+        torch.testing.assert_close(actual_MV, expected_MV, rtol=1e-4, atol=1e-4)

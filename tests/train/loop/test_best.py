@@ -49,8 +49,8 @@ def test_the_best_weights_are_kept(worker: ModuleType, tmp_path: Path, capfd: An
     assert same(scored.task.module.model, scored.seen[4])
     assert not same(scored.task.module.model, scored.seen[8])
     assert "score 1.9 after step 4, 1.8 after the last step: the weights of step 4 are kept" in capfd.readouterr().err
-    kept = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
-    assert kept == ["step-000004", "step-000008"], "the best and the newest checkpoint are kept"
+    checkpoints = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert checkpoints == ["step-000004", "step-000008"], "the best and the newest checkpoint are kept"
     again = Scored(worker)
     assert run(worker, again, tmp_path, save_every=save_every).kept_step == 4
     assert same(again.task.module.model, scored.seen[4])
@@ -64,14 +64,14 @@ def test_a_resumed_run_keeps_the_same_weights(worker: ModuleType, tmp_path: Path
     first.stop_at = stop_at
     with pytest.raises(KeyboardInterrupt):
         run(worker, first, tmp_path / "pieces")
-    found = run(worker, second, tmp_path / "pieces")
-    assert found.resumed_from == 2 * ((stop_at - 1) // 2)
-    assert (found.kept_step, found.metrics) == (expected.kept_step, expected.metrics)
+    result = run(worker, second, tmp_path / "pieces")
+    assert result.resumed_from == 2 * ((stop_at - 1) // 2)
+    assert (result.kept_step, result.metrics) == (expected.kept_step, expected.metrics)
     assert same(second.task.module.model, whole.seen[4])
 
 
 @pytest.mark.parametrize(
-    ("scores", "keep_best", "kept", "shown"),
+    ("scores", "keep_best", "step", "message"),
     [
         ([1.0, 1.1, 1.2, 1.3, 1.3], "score", 8, ""),  # the later one of equal scores
         (SCORES, None, 8, ""),
@@ -80,10 +80,10 @@ def test_a_resumed_run_keeps_the_same_weights(worker: ModuleType, tmp_path: Path
     ],
 )
 def test_the_weights_with_the_largest_metric_are_kept(
-    worker: ModuleType, tmp_path: Path, capfd: Any, scores: list[float], keep_best: str | None, kept: int, shown: str
+    worker: ModuleType, tmp_path: Path, capfd: Any, scores: list[float], keep_best: str | None, step: int, message: str
 ):
     scored = Scored(worker, scores)
     result = run(worker, scored, tmp_path, keep_best=keep_best)
-    assert (result.kept_step, result.metrics) == (kept, {"score": scores[kept // 2]})
-    assert same(scored.task.module.model, scored.seen[kept])
-    assert shown in capfd.readouterr().err
+    assert (result.kept_step, result.metrics) == (step, {"score": scores[step // 2]})
+    assert same(scored.task.module.model, scored.seen[step])
+    assert message in capfd.readouterr().err

@@ -50,9 +50,9 @@ class Case:
         target = self.teacher.hidden_XE.double() @ self.teacher.weight_VE.double().T
         sums = []
         for k, weight in enumerate(self.projections):
-            mine = DenseTeacher(target[self.rows[:, k].clamp(min=0)])
+            teacher = DenseTeacher(target[self.rows[:, k].clamp(min=0)])
             features, labels = self.features[:, k].double(), self.labels[:, k]
-            sums.append(mixture(weights, features, weight.double(), labels, mine, heat)[0])
+            sums.append(mixture(weights, features, weight.double(), labels, teacher, heat)[0])
         return torch.stack(sums)
 
     def fused_sums(self, weights: dict[str, float], chunk: int | None, heat: float = 1.0, **more: Any) -> Any:
@@ -62,8 +62,8 @@ class Case:
 
 
 def close(fused_sums: Iterable[Tensor], expected: Iterable[Tensor], rtol: float, atol: float) -> None:
-    for mine, theirs in zip(fused_sums, expected, strict=True):
-        torch.testing.assert_close(mine, theirs.to(mine.dtype), rtol=rtol, atol=atol)
+    for fused, separate in zip(fused_sums, expected, strict=True):
+        torch.testing.assert_close(fused, separate.to(fused.dtype), rtol=rtol, atol=atol)
 
 
 def distance(fused_sums: Tensor, expected: Tensor) -> float:
@@ -97,9 +97,9 @@ def test_losses_in_bfloat16_are_close(weights: dict[str, float], autocast: bool)
         sums, _ = case.fused_sums(weights, 16)
     assert sums.dtype == torch.float32
     torch.testing.assert_close(sums, case.separate_sums(weights).float(), rtol=2e-2, atol=1e-2)
-    for leaf, mine, theirs in zip(case.leaves, torch.autograd.grad(sums.sum(), case.leaves), grads, strict=True):
-        assert mine.dtype == leaf.dtype
-        assert distance(mine, theirs) < 3e-2
+    for leaf, actual, expected in zip(case.leaves, torch.autograd.grad(sums.sum(), case.leaves), grads, strict=True):
+        assert actual.dtype == leaf.dtype
+        assert distance(actual, expected) < 3e-2
 
 
 @pytest.mark.parametrize("taught", [False, True])
@@ -150,10 +150,10 @@ class Watch(TorchDispatchMode):
         if func.overloadpacket.__name__ in ("mm", "addmm_"):
             left, right = [value for value in args if isinstance(value, Tensor)][-2:]
             self.products += 2 * left.shape[0] * left.shape[1] * right.shape[1]
-        given = {value.untyped_storage()._cdata for value in args if isinstance(value, Tensor)}
+        inputs = {value.untyped_storage()._cdata for value in args if isinstance(value, Tensor)}
         result = func(*args, **(kwargs or {}))
         for value in result if isinstance(result, list | tuple) else [result]:
-            if isinstance(value, Tensor) and (storage := value.untyped_storage())._cdata not in given | self._known:
+            if isinstance(value, Tensor) and (storage := value.untyped_storage())._cdata not in inputs | self._known:
                 self._known.add(storage._cdata)
                 self.held += storage.nbytes()
                 weakref.finalize(storage, self._free, storage._cdata, storage.nbytes())
@@ -187,5 +187,5 @@ def test_teacher_logits_are_computed_once_for_all_heads(frozen: bool, each: int)
     case.rows = torch.arange(positions)[:, None] + torch.arange(1, heads + 1)
     with Watch() as watch:
         case.fused_sums({"forward-kl": 1.0}, 16)[0].sum().backward()
-    theirs = 2 * (positions + heads - 1) * (hidden + 2) * vocab
-    assert watch.products == each * 2 * positions * heads * hidden * vocab + theirs
+    teacher_products = 2 * (positions + heads - 1) * (hidden + 2) * vocab
+    assert watch.products == each * 2 * positions * heads * hidden * vocab + teacher_products

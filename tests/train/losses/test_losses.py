@@ -62,8 +62,8 @@ def naive(name: str, drafter: Tensor, target: Tensor) -> Tensor:
 
 
 def literal(name: str, logits_XV: Tensor, teacher_XV: Tensor, labels_X: Tensor, heat: float = 1.0) -> Tensor:
-    kept = labels_X != -100
-    logits, teacher, labels = logits_XV[kept].double(), teacher_XV[kept].double(), labels_X[kept]
+    supervised = labels_X != -100
+    logits, teacher, labels = logits_XV[supervised].double(), teacher_XV[supervised].double(), labels_X[supervised]
     if name == "cross-entropy":
         return F.cross_entropy(logits, labels, reduction="sum")
     return heat**2 * naive(name, (logits / heat).softmax(-1), (teacher / heat).softmax(-1))
@@ -131,22 +131,22 @@ def test_a_mixture_is_the_weighted_sum_also_of_given_logits():
 
 
 @pytest.mark.parametrize("name", TAUGHT)
-@pytest.mark.parametrize("kept", [1, 4, 16])
-def test_top_k_merges_the_other_tokens(name: str, kept: int):
+@pytest.mark.parametrize("count", [1, 4, 16])
+def test_top_k_merges_the_other_tokens(name: str, count: int):
     """Losses of dense and sparse teachers equal autograd with the summed probability of the other tokens."""
     (hidden_XD, weight_VD), teacher, labels_X = inputs(23, 6, 17, torch.float64)
     target = logits_of(teacher).softmax(1)
-    ids = target.topk(kept, dim=1).indices
+    ids = target.topk(count, dim=1).indices
     trained = labels_X != -100
     drafter = (hidden_XD @ weight_VD.T).softmax(1)
     expected = naive(name, coarse(drafter, ids)[trained], coarse(target, ids)[trained])
     expected = expected + 0.5 * literal("cross-entropy", hidden_XD @ weight_VD.T, target, labels_X)
     grads = torch.autograd.grad(expected, [hidden_XD, weight_VD])
     for taught, top_k in [
-        (teacher, kept),
-        (kept_most_likely(teacher, kept), None),
-        (kept_most_likely(teacher, kept), kept),
-        (kept_most_likely(teacher, 17), kept),
+        (teacher, count),
+        (kept_most_likely(teacher, count), None),
+        (kept_most_likely(teacher, count), count),
+        (kept_most_likely(teacher, 17), count),
     ]:
         weights = {name: 1.0, "cross-entropy": 0.5}
         loss, _ = mixture(weights, hidden_XD, weight_VD, labels_X, taught, chunk=5, top_k=top_k)
@@ -192,14 +192,14 @@ def test_the_weight_may_be_freed_before_the_backward_pass():
     weights = {"cross-entropy": 0.5, "lk-lambda": 1.0}
     expected = torch.autograd.grad(mixture(weights, hidden_XD, weight_VD, labels_X, teacher)[0], [hidden_XD, weight_VD])
     loss, _ = mixture(weights, hidden_XD, weight_VD, labels_X, teacher)
-    kept, weight_VD.data = weight_VD.data, torch.empty(0)
+    saved, weight_VD.data = weight_VD.data, torch.empty(0)
     loss.sum().backward(inputs=[hidden_XD])
-    weight_VD.data = kept
+    weight_VD.data = saved
     assert torch.equal(hidden_XD.grad, expected[0])
     loss, _ = mixture(weights, hidden_XD, weight_VD, labels_X, teacher)
     weight_VD.data.fill_(torch.nan)
-    found = torch.autograd.grad(loss, [hidden_XD, weight_VD])
-    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+    grads = torch.autograd.grad(loss, [hidden_XD, weight_VD])
+    assert all(torch.equal(*pair) for pair in zip(grads, expected, strict=True))
 
 
 class Watch(TorchDispatchMode):
@@ -237,22 +237,22 @@ def test_logits_of_a_whole_batch_are_never_allocated(name: str, top_k: int | Non
 
 def test_agreement_and_label_hits():
     (hidden_XD, weight_VD), teacher, labels_X = inputs(50, 6, 13)
-    kept = labels_X != -100
-    logits, target = (hidden_XD @ weight_VD.T).detach()[kept], logits_of(teacher)[kept]
-    labels = labels_X[kept]
+    supervised = labels_X != -100
+    logits, target = (hidden_XD @ weight_VD.T).detach()[supervised], logits_of(teacher)[supervised]
+    labels = labels_X[supervised]
     both = [set(a) & set(b) for a, b in zip(*(x.topk(5).indices.tolist() for x in (logits, target)), strict=True)]
-    found = agreement(hidden_XD, weight_VD, teacher, labels_X, chunk=7)
-    assert int(found.count) == int(kept.sum())
-    assert int(found.top1) == int((logits.argmax(1) == target.argmax(1)).sum())
-    assert float(found.top5) == pytest.approx(sum(len(shared) for shared in both) / 5)
-    torch.testing.assert_close(found.overlap, torch.minimum(logits.softmax(1), target.softmax(1)).sum())
+    result = agreement(hidden_XD, weight_VD, teacher, labels_X, chunk=7)
+    assert int(result.count) == int(supervised.sum())
+    assert int(result.top1) == int((logits.argmax(1) == target.argmax(1)).sum())
+    assert float(result.top5) == pytest.approx(sum(len(shared) for shared in both) / 5)
+    torch.testing.assert_close(result.overlap, torch.minimum(logits.softmax(1), target.softmax(1)).sum())
     rejected, _ = mixture({"total-variation": 1.0}, hidden_XD, weight_VD, labels_X, teacher)
-    torch.testing.assert_close(found.overlap + rejected, torch.tensor(float(found.count)))  # Leviathan's lemma 3.3
+    torch.testing.assert_close(result.overlap + rejected, torch.tensor(float(result.count)))  # Leviathan's lemma 3.3
     hits = label_hits(hidden_XD, weight_VD, labels_X, chunk=7)
     torch.testing.assert_close(hits.loss, F.cross_entropy(logits, labels, reduction="sum"))
     assert int(hits.top1) == int((logits.argmax(1) == labels).sum())
     assert int(hits.top5) == int((logits.topk(5).indices == labels[:, None]).sum())
-    assert int(hits.count) == int(kept.sum())
+    assert int(hits.count) == int(supervised.sum())
 
 
 def test_ties_are_resolved_by_token_id():
@@ -265,15 +265,15 @@ def test_agreement_with_a_sparse_teacher():
     exact = agreement(hidden_XD, weight_VD, teacher, labels_X)
     bounds = []
     for count in (3, 8, 13):
-        found = agreement(hidden_XD, weight_VD, kept_most_likely(teacher, count), labels_X, chunk=7)
-        bounds.append(float(found.overlap))
-        assert int(found.top1) == int(exact.top1)
+        result = agreement(hidden_XD, weight_VD, kept_most_likely(teacher, count), labels_X, chunk=7)
+        bounds.append(float(result.overlap))
+        assert int(result.top1) == int(exact.top1)
         if count >= 5:
-            assert float(found.top5) == pytest.approx(float(exact.top5))
+            assert float(result.top5) == pytest.approx(float(exact.top5))
     assert bounds[0] >= bounds[1] >= bounds[2] == pytest.approx(float(exact.overlap), rel=1e-5)
     probs, target = (hidden_XD @ weight_VD.T).detach().softmax(1), logits_of(teacher).softmax(1)
-    kept, ids = labels_X != -100, target.topk(3, dim=1).indices
-    expected = torch.minimum(coarse(probs, ids), coarse(target, ids))[kept].sum()
+    supervised, ids = labels_X != -100, target.topk(3, dim=1).indices
+    expected = torch.minimum(coarse(probs, ids), coarse(target, ids))[supervised].sum()
     assert bounds[0] == pytest.approx(float(expected), rel=1e-5)
 
 
@@ -314,16 +314,16 @@ def test_objectives_equal_autograd_of_the_formula(name: str, rows: int, vocab: i
     (grad,) = torch.autograd.grad(expected.sum(), logits)
     log_drafter, log_teacher = logits.detach().log_softmax(1), teacher.log_softmax(1)
     before = log_drafter.clone(), log_teacher.clone()
-    loss, found = DIVERGENCES[name](log_drafter, log_teacher)
+    loss, gradient = DIVERGENCES[name](log_drafter, log_teacher)
     torch.testing.assert_close(loss, expected.detach(), rtol=1e-9, atol=1e-11)
-    torch.testing.assert_close(found, grad, rtol=1e-7, atol=1e-10)
+    torch.testing.assert_close(gradient, grad, rtol=1e-7, atol=1e-10)
     assert torch.equal(log_drafter, before[0])  # inputs are unchanged
     assert torch.equal(log_teacher, before[1])
     narrow, narrow_grad = DIVERGENCES[name](log_drafter.float(), log_teacher.float())
     torch.testing.assert_close(narrow.double(), loss, rtol=1e-4, atol=1e-5)
     kinks = (log_drafter - log_teacher).abs() < 1e-4  # where float32 rounding may change the sign
     if not kinks.any():
-        torch.testing.assert_close(narrow_grad.double(), found, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(narrow_grad.double(), gradient, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", DIVERGENCES)
@@ -369,8 +369,8 @@ def test_values_for_extreme_logits():
 
 def test_ramps():
     ramps = parse_weights({"cross-entropy": 1, "forward-kl": [1.0, 0.0], "lk-lambda": [0, 2.0, 0.25]})
-    wanted = {"cross-entropy": Ramp(1.0, 1.0), "forward-kl": Ramp(1.0, 0.0, 1.0), "lk-lambda": Ramp(0.0, 2.0, 0.25)}
-    assert ramps == wanted
+    expected = {"cross-entropy": Ramp(1.0, 1.0), "forward-kl": Ramp(1.0, 0.0, 1.0), "lk-lambda": Ramp(0.0, 2.0, 0.25)}
+    assert ramps == expected
     assert weights_at(ramps, 0.0) == {"cross-entropy": 1.0, "forward-kl": 1.0}
     assert weights_at(ramps, 0.125) == {"cross-entropy": 1.0, "forward-kl": 0.875, "lk-lambda": 1.0}
     assert weights_at(ramps, 0.6) == {"cross-entropy": 1.0, "forward-kl": 0.4, "lk-lambda": 2.0}

@@ -143,9 +143,9 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(
     assert result.resumed_from == 3
     assert logged(tmp_path / "on") == logged(whole)
     saved = [folder / "checkpoints" / "step-000006" / "model.safetensors" for folder in (tmp_path / "on", whole)]
-    mine, theirs = map(load_file, saved)
-    assert mine.keys() == theirs.keys()
-    assert all(torch.equal(tensor, theirs[name]) for name, tensor in mine.items())
+    actual, expected = map(load_file, saved)
+    assert actual.keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in actual.items())
 
 
 @STAGES
@@ -223,9 +223,9 @@ def test_heads_and_medusa2_resume_to_the_same_weights(launch_zero: Launch, logge
         assert report[f"{kind} {at}"]["error"].startswith(f"Interrupted: stopped by SIGTERM after step {at} of 4")
         assert report[f"{kind} {at} went on"]["resumed_from"] == at
         assert logged(tmp_path / f"{kind} {at}") == logged(tmp_path / kind)
-        expected, found = (load_file(tmp_path / f"{name}.safetensors") for name in (kind, f"{kind} {at} went on"))
-        assert found.keys() == expected.keys()
-        assert all(tensor.numel() and torch.equal(found[name], tensor) for name, tensor in expected.items())
+        expected, result = (load_file(tmp_path / f"{name}.safetensors") for name in (kind, f"{kind} {at} went on"))
+        assert result.keys() == expected.keys()
+        assert all(tensor.numel() and torch.equal(result[name], tensor) for name, tensor in expected.items())
     assert logged(tmp_path / "bf16") == pytest.approx(logged(tmp_path / "heads"), abs=2e-2)  # 8 bits of mantissa
     heads, medusa2 = (
         load_file(tmp_path / kind / "checkpoints" / "step-000004" / "model.safetensors") for kind in kinds

@@ -29,8 +29,8 @@ def drafter(worker: ModuleType, objective: str) -> Any:
 def heads(worker: ModuleType, objective: str, projection: str) -> Any:
     target = worker.make_model(attention_dropout=0.0)
     weight = target.requires_grad_(False).lm_head.weight
-    made = PredictionHeads.from_lm_head(weight, 2, 1, projection=projection)
-    return HeadsTask(target, made, worker.make_data(BLOCKS), (1.0, 0.8), objective={objective: 1.0})
+    trained_heads = PredictionHeads.from_lm_head(weight, 2, 1, projection=projection)
+    return HeadsTask(target, trained_heads, worker.make_data(BLOCKS), (1.0, 0.8), objective={objective: 1.0})
 
 
 TASKS: dict[str, Callable[[ModuleType], Any]] = {
@@ -60,7 +60,7 @@ def test_a_step_on_a_device(worker: ModuleType, kind: str) -> None:
     with PretendCuda() as cuda:
         loss, weights = step(TASKS[kind](worker), batch, "cuda")
         assert all(weight.is_cuda and weight.grad is not None for weight in weights)
-        waits = [found.place.partition(":")[0] for found in cuda.syncs if found.kind != "send"]
+        waits = [event.place.partition(":")[0] for event in cuda.syncs if event.kind != "send"]
         assert set(waits) <= ABOUT_ROWS
         assert len(waits) <= 9
         assert float(loss) == pytest.approx(float(expected), rel=1e-5)

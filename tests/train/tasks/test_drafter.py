@@ -29,7 +29,7 @@ def test_distillation_uses_the_teacher_without_training_it(worker: ModuleType):
             for number in set(batch.documents_BT[row].tolist()) - {-1}:
                 inside = batch.documents_BT[row] == number
                 tokens, labels = batch.tokens_BT[row][inside][None], batch.labels_BT[row][inside][1:]
-                p, q = (side(tokens).logits[0, :-1][labels != -100].softmax(-1) for side in (teacher, drafter))
+                p, q = (model(tokens).logits[0, :-1][labels != -100].softmax(-1) for model in (teacher, drafter))
                 expected += float(0.7 * (p * (p.log() - q.log())).sum() + 0.3 * (1 - torch.minimum(p, q).sum(-1)).sum())
     assert float(loss.detach()) == pytest.approx(expected, rel=1e-4)
     loss.backward()
@@ -40,17 +40,17 @@ def test_distillation_uses_the_teacher_without_training_it(worker: ModuleType):
 
 def test_evaluation_measures_loss_overlap_and_given_metrics(worker: ModuleType):
     drafter = sharp(worker)
-    seen: list[Any] = []
+    models: list[Any] = []
 
     def measure(model: Any) -> dict[str, float]:
-        seen.append(model)
+        models.append(model)
         return {"tokens_per_step": 2.1}
 
     data = worker.make_data(5)
     # the teacher equals the drafter
     task = DrafterTask(drafter, data, eval_teacher=ModelTeacher(sharp(worker)), evaluate_fn=measure)
     metrics = task.evaluate(task.module)
-    assert seen == [drafter]
+    assert models == [drafter]
     assert metrics["overlap"] == pytest.approx(1.0, abs=1e-5)
     assert metrics["top1_agreement"] == metrics["top5_agreement"] == 1.0
     assert 0 < metrics["top1_accuracy"] < metrics["top5_accuracy"] < 1
@@ -78,10 +78,10 @@ def test_objective_weights_follow_their_schedule(worker: ModuleType, tmp_path: P
 
 
 def test_evaluations_of_bf16_training_run_without_autocast(worker: ModuleType, tmp_path: Path):
-    seen: list[bool] = []
+    autocast_states: list[bool] = []
 
     def measure(model: Any) -> dict[str, float]:
-        seen.append(torch.is_autocast_enabled("cpu"))
+        autocast_states.append(torch.is_autocast_enabled("cpu"))
         return {"dtype_bits": float(torch.finfo(model(torch.tensor([[1, 2]])).logits.dtype).bits)}
 
     teacher = ModelTeacher(worker.make_model(3))
@@ -90,5 +90,5 @@ def test_evaluations_of_bf16_training_run_without_autocast(worker: ModuleType, t
     assert states.hidden_XE.dtype == torch.float32
     task = DrafterTask(worker.make_model(), None, {"forward-kl": 1.0}, teacher, evaluate_fn=measure)
     result = fit(task, worker.make_data(), worker.make_config(steps=2, precision="bf16"), tmp_path)
-    assert seen == [False]
+    assert autocast_states == [False]
     assert result.metrics == {"dtype_bits": 32.0}

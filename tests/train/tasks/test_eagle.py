@@ -19,9 +19,9 @@ STEPS = 2
 
 def task_of(worker: ModuleType, proposed: int | None, objective: str, target: Any = None) -> EagleTask:
     target = target or worker.make_model()
-    kept = None if proposed is None else torch.arange(0, worker.VOCAB, proposed)
+    draft_ids = None if proposed is None else torch.arange(0, worker.VOCAB, proposed)
     torch.manual_seed(0)
-    heads = EagleHeads.for_target(target.config, [0, 1], kept, STEPS)
+    heads = EagleHeads.for_target(target.config, [0, 1], draft_ids, STEPS)
     heads.attach(target.get_input_embeddings().weight, target.get_output_embeddings().weight)
     return EagleTask(target, heads, None, [1.0, 0.5], {objective: 1.0})
 
@@ -35,28 +35,28 @@ def test_documents_are_trained_independently(worker: ModuleType, proposed: int |
     assert isinstance(heads, EagleHeads)
     sums, counts = task.module(batch.tokens_BT, batch.labels_BT, batch.positions_BT, batch.documents_BT)
     expected, items = torch.zeros(STEPS), torch.zeros(STEPS)
-    kept = torch.arange(worker.VOCAB) if heads.proposed is None else heads.proposed
+    draft_ids = torch.arange(worker.VOCAB) if heads.proposed is None else heads.proposed
     for row in range(3):
         for number in set(batch.documents_BT[row].tolist()) - {-1}:
             inside = batch.documents_BT[row] == number
             tokens, labels = batch.tokens_BT[row][inside], batch.labels_BT[row][inside].tolist()
             length = len(tokens)
             with torch.no_grad():
-                found = task.target(tokens[None], output_hidden_states=True)
-                given_1TG = torch.cat([found.hidden_states[layer] for layer in heads.layers], -1)
+                output = task.target(tokens[None], output_hidden_states=True)
+                input_1TG = torch.cat([output.hidden_states[layer] for layer in heads.layers], -1)
                 mask_TT = torch.ones(length, length, dtype=torch.bool).tril()
-                made_TKD = heads.features(given_1TG, tokens[None], torch.arange(length)[None], mask_TT[None, None])[0]
-                log_q_TKR = (made_TKD @ heads.projection().T).log_softmax(-1)
-                log_p_TR = found.logits[0][:, kept].log_softmax(-1)
-            for place in range(length):
+                output_TKD = heads.features(input_1TG, tokens[None], torch.arange(length)[None], mask_TT[None, None])[0]
+                log_q_TKR = (output_TKD @ heads.projection().T).log_softmax(-1)
+                log_p_TR = output.logits[0][:, draft_ids].log_softmax(-1)
+            for position in range(length):
                 for step in range(STEPS):
-                    ahead = place + 2 + step
-                    if ahead >= length or labels[ahead] not in kept.tolist():
+                    ahead = position + 2 + step
+                    if ahead >= length or labels[ahead] not in draft_ids.tolist():
                         continue
-                    log_q_R = log_q_TKR[place, step]
+                    log_q_R = log_q_TKR[position, step]
                     items[step] += 1
                     if objective == "cross-entropy":
-                        expected[step] -= log_q_R[kept.tolist().index(labels[ahead])]
+                        expected[step] -= log_q_R[draft_ids.tolist().index(labels[ahead])]
                     else:
                         expected[step] += (log_p_TR[ahead - 1].exp() * (log_p_TR[ahead - 1] - log_q_R)).sum()
     assert counts.tolist() == items.int().tolist()

@@ -64,9 +64,9 @@ def test_head_k_learns_the_token_k_plus_2_ahead(
     target = worker.make_model()
     rank = 5 if projection == "low-rank" else 0
     heads = PredictionHeads.from_lm_head(target.lm_head.weight.detach(), HEADS, 1, projection, rank, states)
-    kept = torch.arange(0, worker.VOCAB, proposed or 1)
+    draft_ids = torch.arange(0, worker.VOCAB, proposed or 1)
     if proposed:
-        heads.propose(kept)
+        heads.propose(draft_ids)
     with torch.no_grad():
         for parameter in heads.parameters():
             parameter.normal_(0.0, 0.3)
@@ -81,17 +81,17 @@ def test_head_k_learns_the_token_k_plus_2_ahead(
             with torch.no_grad():
                 after = target.model(tokens[None]).last_hidden_state
                 logits = heads(after[0] if states == "after-norm" else states_before_norm(target, tokens)[0])
-            teacher = (target.lm_head(after)[0, :, kept] / 2).log_softmax(-1)
-            mine = (logits[..., kept] / 2).log_softmax(-1)
+            teacher = (target.lm_head(after)[0, :, draft_ids] / 2).log_softmax(-1)
+            log_probs = (logits[..., draft_ids] / 2).log_softmax(-1)
             for index in range(len(labels)):
                 for k in range(HEADS):
                     ahead = index + 2 + k
-                    if ahead >= len(labels) or labels[ahead] not in kept:
+                    if ahead >= len(labels) or labels[ahead] not in draft_ids:
                         continue
                     if objective == "cross-entropy":
                         loss = -logits[index, k].log_softmax(-1)[labels[ahead]]
                     else:
-                        loss = 4 * (teacher[ahead - 1].exp() * (teacher[ahead - 1] - mine[index, k])).sum()
+                        loss = 4 * (teacher[ahead - 1].exp() * (teacher[ahead - 1] - log_probs[index, k])).sum()
                     expected[k] += WEIGHTS[k] * loss.detach()
                     items[k] += 1
     assert counts.tolist() == items.tolist() == task.count(batch).tolist()
@@ -131,8 +131,8 @@ def test_soft_targets_equal_the_models_distributions(worker: ModuleType, family:
     with torch.no_grad():
         expected = target(batch.tokens_BT[:, first]).logits[0]
         teacher = module.teacher(module.frozen_states(batch))  # type: ignore[operator]
-        found = teacher.hidden_XE if teacher.weight_VE is None else teacher.hidden_XE @ teacher.weight_VE.T
-    torch.testing.assert_close(found[first], expected, rtol=1e-4, atol=1e-4)
+        logits = teacher.hidden_XE if teacher.weight_VE is None else teacher.hidden_XE @ teacher.weight_VE.T
+    torch.testing.assert_close(logits[first], expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("proposed", [None, 3])
@@ -141,28 +141,28 @@ def test_heads_with_the_targets_projection_give_its_logits(worker: ModuleType, f
     """Heads whose residual blocks are zero give the logits of the target."""
     target = target_with_changed_logits(family, worker.VOCAB)
     heads = PredictionHeads(HEADS, 1, 16, None, projection="target").eval()
-    kept = torch.arange(0, worker.VOCAB, proposed or 1)
-    heads.propose(kept if proposed else None)
+    ids = torch.arange(0, worker.VOCAB, proposed or 1)
+    heads.propose(ids if proposed else None)
     attach_projection(heads, target, torch.device("cpu"))
     data = worker.make_data(2)
     batch = data.batch([0])
     expected_BTV, hidden_BTD = target(batch.tokens_BT).logits, target.base_model(batch.tokens_BT).last_hidden_state
     for grad in (True, False):
         with torch.set_grad_enabled(grad):
-            found_BTKV = heads(hidden_BTD)
+            actual_BTKV = heads(hidden_BTD)
         for k in range(HEADS):
-            torch.testing.assert_close(found_BTKV[:, :, k, kept], expected_BTV[..., kept], rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(actual_BTKV[:, :, k, ids], expected_BTV[..., ids], rtol=1e-4, atol=1e-5)
     task = HeadsTask(target, heads, data, objective={"cross-entropy": 1.0})
     hidden_XD = task.module.frozen_states(batch)  # type: ignore[operator]
     labels_XK = head_labels(batch.labels_BT, batch.documents_BT, HEADS).flatten(0, 1)
-    labels_XK = torch.where(torch.isin(labels_XK, kept), labels_XK, -100)
+    labels_XK = torch.where(torch.isin(labels_XK, ids), labels_XK, -100)
     logits_XKV = heads(hidden_XD)
-    wanted = F.cross_entropy(logits_XKV.flatten(0, 1), labels_XK.flatten(), reduction="sum", ignore_index=-100)
-    wanted_grads = torch.autograd.grad(wanted, list(heads.parameters()))
+    expected = F.cross_entropy(logits_XKV.flatten(0, 1), labels_XK.flatten(), reduction="sum", ignore_index=-100)
+    expected_grads = torch.autograd.grad(expected, list(heads.parameters()))
     sums_K, _ = task.module(batch.tokens_BT, batch.labels_BT, batch.positions_BT, batch.documents_BT)
-    torch.testing.assert_close(sums_K.sum(), wanted, rtol=1e-4, atol=1e-4)
-    for found, grad in zip(torch.autograd.grad(sums_K.sum(), list(heads.parameters())), wanted_grads, strict=True):
-        torch.testing.assert_close(found, grad, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(sums_K.sum(), expected, rtol=1e-4, atol=1e-4)
+    for result, grad in zip(torch.autograd.grad(sums_K.sum(), list(heads.parameters())), expected_grads, strict=True):
+        torch.testing.assert_close(result, grad, rtol=1e-3, atol=1e-4)
     loss = F.cross_entropy(logits_XKV[:, 0], labels_XK[:, 0], ignore_index=-100)
     one = HeadsTask(target, heads, data, objective={"cross-entropy": 1.0}, evaluate_blocks=1)
     torch.testing.assert_close(one.evaluate(one.module)["head0_loss"], loss.item(), rtol=1e-4, atol=1e-4)
@@ -179,8 +179,8 @@ def test_unknown_output_layers_are_refused(worker: ModuleType):
 
 
 def states_before_norm(target: Any, tokens: torch.Tensor) -> torch.Tensor:
-    found: list[torch.Tensor] = []
-    hook = target.model.norm.register_forward_pre_hook(lambda _, inputs: found.append(inputs[0]))
+    states: list[torch.Tensor] = []
+    hook = target.model.norm.register_forward_pre_hook(lambda _, inputs: states.append(inputs[0]))
     target.model(tokens[None])
     hook.remove()
-    return found[0]
+    return states[0]

@@ -67,9 +67,9 @@ def test_the_loss_is_the_sum_of_heads_labels_and_divergence(worker: ModuleType):
             tokens, labels = batch.tokens_BT[row][inside][None], batch.labels_BT[row][inside]
             log_q = task.target(tokens).logits[0, :-1].log_softmax(-1)
             log_p = original(tokens).logits[0, :-1].log_softmax(-1)
-            for place in (labels[1:] != -100).nonzero()[:, 0].tolist():
-                expected -= float(log_q[place, labels[place + 1]])
-                expected += float((log_p[place].exp() * (log_p[place] - log_q[place])).sum())
+            for position in (labels[1:] != -100).nonzero()[:, 0].tolist():
+                expected -= float(log_q[position, labels[position + 1]])
+                expected += float((log_p[position].exp() * (log_p[position] - log_q[position])).sum())
     assert float(sums[HEADS]) == pytest.approx(expected, rel=1e-4)
     sums.sum().backward()
     assert all(float(p.grad.abs().sum()) > 0 for name, p in task.target.named_parameters() if "lora_" in name)  # type: ignore[union-attr]
@@ -88,9 +88,7 @@ def test_the_target_is_unchanged_in_the_first_stage(worker: ModuleType, tmp_path
     sums.sum().backward()
     assert all(float(p.grad.abs().sum()) == 0 for name, p in task.target.named_parameters() if "lora_" in name)  # type: ignore[union-attr]
     task.module.zero_grad()
-    fit(
-        task, worker.make_data(), worker.make_config(steps=5, save_every=5), tmp_path / "a"
-    )  # heads only: 3 steps
+    fit(task, worker.make_data(), worker.make_config(steps=5, save_every=5), tmp_path / "a")
     assert any(not torch.equal(before[name], value) for name, value in adapters(task).items())
     alone = make_task(worker, Medusa2(heads_only=0.99, warmup=0))
     fit(alone, worker.make_data(), worker.make_config(steps=5, save_every=5), tmp_path / "b")
@@ -129,7 +127,7 @@ def test_the_target_has_its_own_learning_rate(worker: ModuleType):
 
 def test_recomputed_activations_give_the_same_gradients(worker: ModuleType):
     batch = worker.make_data(3).batch(range(3))
-    found = []
+    gradients = []
     for recomputed in (False, True):
         task = make_task(worker, trained=True)
         if recomputed:
@@ -138,6 +136,6 @@ def test_recomputed_activations_give_the_same_gradients(worker: ModuleType):
         task.module.train()
         torch.manual_seed(0)
         task.module(*tensors(batch))[0].sum().backward()
-        found.append([p.grad for p in task.module.parameters() if p.requires_grad])
-    for plain, again in zip(*found, strict=True):
+        gradients.append([p.grad for p in task.module.parameters() if p.requires_grad])
+    for plain, again in zip(*gradients, strict=True):
         torch.testing.assert_close(plain, again)

@@ -18,12 +18,12 @@ from scipy.stats import chisquare
 
 def documents(batch: Batch, row: int) -> dict[int, tuple[list[int], list[int]]]:
     """Return the tokens and labels of each document of a row, by document number."""
-    found = {}
+    by_number = {}
     for number in batch.documents_BT[row].unique().tolist():
         if number != PADDING:
             inside = batch.documents_BT[row] == number
-            found[number] = batch.tokens_BT[row, inside].tolist(), batch.labels_BT[row, inside].tolist()
-    return found
+            by_number[number] = batch.tokens_BT[row, inside].tolist(), batch.labels_BT[row, inside].tolist()
+    return by_number
 
 
 def test_chosen_rows_end_in_sampled_responses(worker: ModuleType):
@@ -39,7 +39,7 @@ def test_chosen_rows_end_in_sampled_responses(worker: ModuleType):
         rows_changed += 1
         assert after, "a chosen row must contain documents"
         for number, (ids, labels) in after.items():
-            start = next(place for place, label in enumerate(labels) if label != IGNORED)
+            start = next(position for position, label in enumerate(labels) if label != IGNORED)
             old_ids, old_labels = before[number]
             assert ids[:start] == old_ids[:start], "text before the answer must not change"
             assert old_labels[start] != IGNORED, "the original answer starts there"
@@ -55,14 +55,14 @@ def test_chosen_rows_end_in_sampled_responses(worker: ModuleType):
 def test_samples_do_not_depend_on_the_split_of_rows(worker: ModuleType):
     model = worker.make_model(initializer_range=0.1)
     whole, options = worker.make_data(8).batch(range(8)), OnPolicy(share=0.75, new_tokens=8)
-    together = rewrite(model, whole, np.arange(8), 8, (1, 2), options)
+    joint = rewrite(model, whole, np.arange(8), 8, (1, 2), options)
     other_step = rewrite(model, whole, np.arange(8), 8, (1, 3), options)
     for rank in range(2):
-        mine = np.arange(rank, 8, 2)
-        alone = rewrite(model, whole.rows(mine), mine, 8, (1, 2), options)
-        for at, row in enumerate(mine.tolist()):
-            assert documents(alone, at) == documents(together, row)
-    assert any(documents(other_step, row) != documents(together, row) for row in range(8))
+        own_rows = np.arange(rank, 8, 2)
+        split = rewrite(model, whole.rows(own_rows), own_rows, 8, (1, 2), options)
+        for at, row in enumerate(own_rows.tolist()):
+            assert documents(split, at) == documents(joint, row)
+    assert any(documents(other_step, row) != documents(joint, row) for row in range(8))
 
 
 def test_answers_follow_the_drafters_distribution(worker: ModuleType):

@@ -23,13 +23,13 @@ def sharp(worker: ModuleType, seed: int = 0, **overrides: Any) -> Any:
 
 def chains(longer: ExtendedBatch, length: int, row: int) -> list[tuple[int, int, int]]:
     """Return the position, prefix end and distance from it of each mask token in a row."""
-    found = []
+    results = []
     visible_LL = longer.batch.visible_BTT[row]
-    for place in range(length, visible_LL.shape[1]):
-        if longer.batch.documents_BT[row, place] != PADDING:
-            end = int(visible_LL[place, :length].nonzero().max())
-            found.append((place, end, int(visible_LL[place, length:].sum())))
-    return found
+    for position in range(length, visible_LL.shape[1]):
+        if longer.batch.documents_BT[row, position] != PADDING:
+            end = int(visible_LL[position, :length].nonzero().max())
+            results.append((position, end, int(visible_LL[position, length:].sum())))
+    return results
 
 
 @torch.no_grad()
@@ -38,19 +38,19 @@ def test_mask_tokens_have_the_states_of_separate_texts(worker: ModuleType, atten
     model = sharp(worker, attn_implementation=attention)
     forward, batch = make_forward(model), worker.make_data(4, LENGTH).batch(range(3))
     longer, length = append_mask_tokens(batch, PARALLEL, 0.25), batch.tokens_BT.shape[1]
-    found_BLD, text_BTD = forward(longer.batch), forward(batch)
+    actual_BLD, text_BTD = forward(longer.batch), forward(batch)
     inside_BT = batch.documents_BT != PADDING
-    assert (found_BLD[:, :length] - text_BTD)[inside_BT].abs().max() < 1e-4
-    seen = 0
+    assert (actual_BLD[:, :length] - text_BTD)[inside_BT].abs().max() < 1e-4
+    count = 0
     for row in range(3):
-        for place, end, number in chains(longer, length, row):
+        for position, end, number in chains(longer, length, row):
             document = batch.documents_BT[row] == batch.documents_BT[row, end]
             text = batch.tokens_BT[row][document & (torch.arange(length) <= end)]
             alone = torch.cat((text, torch.full((number,), PARALLEL.token)))
             expected_D = model.base_model(alone[None], use_cache=False).last_hidden_state[0, -1]
-            assert (found_BLD[row, place] - expected_D).abs().max() < 1e-4
-            seen += 1
-    assert seen > 30
+            assert (actual_BLD[row, position] - expected_D).abs().max() < 1e-4
+            count += 1
+    assert count > 30
 
 
 def test_mask_tokens_learn_the_targets_distributions(worker: ModuleType) -> None:
@@ -70,14 +70,14 @@ def test_mask_tokens_learn_the_targets_distributions(worker: ModuleType) -> None
         q_BLV = (make_forward(drafter)(longer.batch) @ drafter.get_output_embeddings().weight.T).softmax(-1)
     sums, labels = 0.0, 0
     for row in range(3):
-        places = [(place, place) for place in range(length)]
-        places += [(place, end + number) for place, end, number in chains(longer, length, row)]
-        for place, teaches in places:
-            label = int(spoken_BL[row, place])
-            assert place >= length or label == int(labels_BT[row, teaches])
+        places = [(position, position) for position in range(length)]
+        places += [(position, end + number) for position, end, number in chains(longer, length, row)]
+        for position, teaches in places:
+            label = int(spoken_BL[row, position])
+            assert position >= length or label == int(labels_BT[row, teaches])
             if label != IGNORED:
                 assert label == int(batch.tokens_BT[row, teaches + 1])
-                p, q = p_BTV[row, teaches], q_BLV[row, place]
+                p, q = p_BTV[row, teaches], q_BLV[row, position]
                 sums, labels = sums + float((p * (p.log() - q.log())).sum()), labels + 1
     assert int(count) == int((labels_BT != IGNORED).sum()) < labels
     assert float(loss.detach()) == pytest.approx(sums / labels * int(count), rel=1e-4)
@@ -86,21 +86,21 @@ def test_mask_tokens_learn_the_targets_distributions(worker: ModuleType) -> None
 
 def test_shares_of_mask_tokens_decrease_and_do_not_depend_on_the_batch(worker: ModuleType) -> None:
     data = worker.make_data(40, LENGTH)
-    together = data.batch(range(data.blocks))
-    length = together.tokens_BT.shape[1]
-    longer, later = (append_mask_tokens(together, PARALLEL, progress) for progress in (0.5, 0.75))
-    labels_BT = shifted_labels(together.labels_BT, together.documents_BT, 1)
+    joint = data.batch(range(data.blocks))
+    length = joint.tokens_BT.shape[1]
+    longer, later = (append_mask_tokens(joint, PARALLEL, progress) for progress in (0.5, 0.75))
+    labels_BT = shifted_labels(joint.labels_BT, joint.documents_BT, 1)
     spoken_BL, counts = longer.labels_X.view(data.blocks, -1), [0] * PARALLEL.tokens
     for row in range(data.blocks):
-        mine = chains(longer, length, row)
+        joint_chains = chains(longer, length, row)
         one = data.batch([row])
-        alone = chains(append_mask_tokens(one, PARALLEL, 0.5), one.tokens_BT.shape[1], 0)
-        assert {each[1:] for each in mine} == {each[1:] for each in alone}
-        assert {each[1:] for each in mine} != {each[1:] for each in chains(later, length, row)}
-        for place, _, number in mine:
-            counts[number] += int(spoken_BL[row, place]) != IGNORED
+        separate_chains = chains(append_mask_tokens(one, PARALLEL, 0.5), one.tokens_BT.shape[1], 0)
+        assert {each[1:] for each in joint_chains} == {each[1:] for each in separate_chains}
+        assert {each[1:] for each in joint_chains} != {each[1:] for each in chains(later, length, row)}
+        for position, _, number in joint_chains:
+            counts[number] += int(spoken_BL[row, position]) != IGNORED
     for number, share in enumerate(PARALLEL.shares(), 1):
-        same_BP = together.documents_BT[:, number:] == together.documents_BT[:, :-number]
+        same_BP = joint.documents_BT[:, number:] == joint.documents_BT[:, :-number]
         could = int((same_BP & (labels_BT[:, number:] != IGNORED)).sum())
         assert could > 400
         assert abs(counts[number] / could - share) < 0.1

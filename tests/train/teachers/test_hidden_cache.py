@@ -34,7 +34,7 @@ def write_cache(
 
 
 def near_trained(batch: Batch) -> torch.Tensor:
-    ahead = [shifted_labels(batch.labels_BT, batch.documents_BT, place) != IGNORED for place in range(1, REACH + 1)]
+    ahead = [shifted_labels(batch.labels_BT, batch.documents_BT, offset) != IGNORED for offset in range(1, REACH + 1)]
     return torch.stack(ahead).any(0)
 
 
@@ -61,20 +61,20 @@ def test_cached_rows_of_any_batch_equal_those_of_the_target(
     total = 0
     for blocks in ([3], [0], [6, 2], [5, 5, 1], list(range(7))):
         batch = data.batch(blocks)
-        found_BTD = CachedHidden(cache).hidden(batch)
+        actual_BTD = CachedHidden(cache).hidden(batch)
         with torch.no_grad():
-            wanted_BTD = forward.hidden(batch)
-        assert found_BTD.dtype == DTYPES[dtype]
-        assert found_BTD.shape == wanted_BTD.shape
-        kept_BT = near_trained(batch)
-        total = int(kept_BT.sum())
+            expected_BTD = forward.hidden(batch)
+        assert actual_BTD.dtype == DTYPES[dtype]
+        assert actual_BTD.shape == expected_BTD.shape
+        used_BT = near_trained(batch)
+        total = int(used_BT.sum())
         if len(blocks) == 1:  # same batch as in the cache: identical
-            assert torch.equal(found_BTD[kept_BT], wanted_BTD[kept_BT].to(DTYPES[dtype]))
+            assert torch.equal(actual_BTD[used_BT], expected_BTD[used_BT].to(DTYPES[dtype]))
         tolerance = {"float32": 1e-6, "bfloat16": 2**-8, "float16": 2**-11}[dtype]
-        torch.testing.assert_close(found_BTD[kept_BT].float(), wanted_BTD[kept_BT], rtol=1.01 * tolerance, atol=1e-6)
-        assert (found_BTD[~kept_BT] == 0).all()
+        torch.testing.assert_close(actual_BTD[used_BT].float(), expected_BTD[used_BT], rtol=1.01 * tolerance, atol=1e-6)
+        assert (actual_BTD[~used_BT] == 0).all()
         labels_BTK = head_labels(batch.labels_BT, batch.documents_BT, REACH - 1)
-        assert kept_BT[(labels_BTK != IGNORED).any(-1)].all()  # states for all supported heads
+        assert used_BT[(labels_BTK != IGNORED).any(-1)].all()  # states for all supported heads
     assert cache.rows == total
     assert 0 < total < 7 * 38 / 2
 
@@ -104,6 +104,6 @@ def test_states_are_copied_to_a_gpu_asynchronously(worker: ModuleType, tmp_path:
     cache = write_cache(tmp_path / "cache", data, model, make_source(dtype), shard_bytes=600)
     for blocks in ([0, 5], [11], list(range(12))):
         batch = data.batch(blocks)
-        found_BTD = CachedHidden(cache).hidden(batch.to("cuda"))
-        assert found_BTD.device.type == "cuda"
-        assert torch.equal(found_BTD.cpu(), CachedHidden(cache).hidden(batch))
+        actual_BTD = CachedHidden(cache).hidden(batch.to("cuda"))
+        assert actual_BTD.device.type == "cuda"
+        assert torch.equal(actual_BTD.cpu(), CachedHidden(cache).hidden(batch))

@@ -20,8 +20,8 @@ SOURCES: dict[str, type[Source]] = {"top": CacheSource, "hidden": HiddenSource}
 
 
 def make_source(kind: str) -> Source:
-    told = ("nowhere", "a model", "some data")
-    return CacheSource(*told, top_k=TOP_K) if kind == "top" else HiddenSource(*told)
+    identity = ("nowhere", "a model", "some data")
+    return CacheSource(*identity, top_k=TOP_K) if kind == "top" else HiddenSource(*identity)
 
 
 def make_rows(kind: str, model: Any) -> tuple[MakeRows, int]:
@@ -86,14 +86,14 @@ def test_rows_in_any_order(cache: RowCache):
     assert len(cache.manifest["shards"]) >= 5
     rng = np.random.default_rng(0)
     for rows in (rng.permutation(cache.rows), np.array([7, 8, 9, 3, 7, cache.rows - 1]), np.array([], dtype=int)):
-        for name, found in take(cache, rows).items():
-            assert torch.equal(found, whole[name][rows])
+        for name, tensor in take(cache, rows).items():
+            assert torch.equal(tensor, whole[name][rows])
 
 
 @pytest.mark.parametrize("damage", ["flipped", "shorter", "gone", "documents", "schema", "shards"])
 def test_damage_is_named(kind: str, cache: RowCache, damage: str):
     path, manifest = cache.folder / "rows-00002.safetensors", cache.folder / cache.source.manifest
-    found = json.loads(manifest.read_text())
+    values = json.loads(manifest.read_text())
     if damage == "flipped":
         flip(path)
     elif damage == "shorter":
@@ -106,7 +106,7 @@ def test_damage_is_named(kind: str, cache: RowCache, damage: str):
     else:
         path = manifest
         manifest.write_text(
-            json.dumps(found | {"schema": {"schema": 99}, "shards": {"shards": [{"number": 1}]}}[damage])
+            json.dumps(values | {"schema": {"schema": 99}, "shards": {"shards": [{"number": 1}]}}[damage])
         )
 
     def read() -> None:
@@ -131,15 +131,15 @@ def test_a_file_of_other_rows_is_written_again(kind: str, cache: RowCache, worke
 def test_a_cache_has_one_writer_that_stops_between_batches(kind: str, worker: ModuleType, data: Any, tmp_path: Path):
     rows, size = make_rows(kind, worker.make_model())
     writer = make_writer(tmp_path / "cache", data, kind, size)
-    asked: list[int] = []
+    calls: list[int] = []
     with lock_cache(writer.folder):
         with pytest.raises(ValueError, match="cache"), lock_cache(writer.folder):
             pass
         with pytest.raises(BlockingIOError), lock_cache(writer.folder.parent):
             raise BlockingIOError  # must not be reported as a lock error
         first = writer.shards[0]
-        assert not writer.write(first, rows, CPU, 1, progress=asked.append, stopping=lambda: len(asked) == 1)
-    assert len(asked) == 1
+        assert not writer.write(first, rows, CPU, 1, progress=calls.append, stopping=lambda: len(calls) == 1)
+    assert len(calls) == 1
     assert writer.missing_shards() == writer.shards
     assert list(writer.folder.iterdir()) == []
 

@@ -55,12 +55,12 @@ def test_the_most_likely_tokens_equal_those_of_the_softmax(
     dense = DenseTeacher(hidden_XE.to(dtype), weight_VE.to(dtype))
     if logits_only:
         dense = DenseTeacher(dense.hidden_XE @ weight_VE.to(dtype).T)
-    kept = torch.arange(0, positions, 2)
-    ids_RK, found_RK = (torch.cat(part) for part in zip(*top_log_probs(dense, kept, top_k), strict=True))
-    wanted_RV = (hidden_XE @ weight_VE.T).log_softmax(1)[kept]
-    torch.testing.assert_close(found_RK, wanted_RV.topk(top_k).values, rtol=tolerance, atol=tolerance)
-    torch.testing.assert_close(found_RK, wanted_RV.gather(1, ids_RK), rtol=tolerance, atol=tolerance)
-    assert (found_RK.diff(dim=1) <= 0).all()
+    rows = torch.arange(0, positions, 2)
+    ids_RK, actual_RK = (torch.cat(part) for part in zip(*top_log_probs(dense, rows, top_k), strict=True))
+    expected_RV = (hidden_XE @ weight_VE.T).log_softmax(1)[rows]
+    torch.testing.assert_close(actual_RK, expected_RV.topk(top_k).values, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(actual_RK, expected_RV.gather(1, ids_RK), rtol=tolerance, atol=tolerance)
+    assert (actual_RK.diff(dim=1) <= 0).all()
 
 
 def test_logits_that_are_not_finite_are_refused():
@@ -90,11 +90,11 @@ def test_cached_rows_of_any_batch_equal_those_of_the_teacher(
         assert isinstance(sparse, SparseTeacher)
         assert sparse.ids_XK.dtype == torch.int64
         assert sparse.log_probs_XK.dtype == torch.float32
-        kept = kept_of(batch)
-        wanted_RV = dense_log_probs(teacher, batch)[kept]
-        found_RK, ids_RK = sparse.log_probs_XK[kept], sparse.ids_XK[kept]
-        torch.testing.assert_close(found_RK, wanted_RV.topk(top_k).values, rtol=2**-10, atol=1e-5)
-        torch.testing.assert_close(found_RK, wanted_RV.gather(1, ids_RK), rtol=2**-10, atol=1e-5)
+        supervised = kept_of(batch)
+        expected_RV = dense_log_probs(teacher, batch)[supervised]
+        actual_RK, ids_RK = sparse.log_probs_XK[supervised], sparse.ids_XK[supervised]
+        torch.testing.assert_close(actual_RK, expected_RV.topk(top_k).values, rtol=2**-10, atol=1e-5)
+        torch.testing.assert_close(actual_RK, expected_RV.gather(1, ids_RK), rtol=2**-10, atol=1e-5)
         # ids of unsupervised rows are valid and distinct
         assert (sparse.ids_XK.sort(dim=1).values.diff(dim=1) > 0).all()
 
@@ -111,8 +111,8 @@ def test_the_dtype_of_ids_and_the_size_of_a_cache(
     written = sum(path.stat().st_size for path in (tmp_path / "cache").glob("*.safetensors"))
     assert writer.rows * writer.row_bytes < written <= writer.missing_bytes()
     batch = data.batch([0, 1])
-    kept = kept_of(batch)
-    assert torch.equal(cached(batch).ids_XK[kept, 0], dense_log_probs(teacher, batch)[kept].argmax(1))
+    supervised = kept_of(batch)
+    assert torch.equal(cached(batch).ids_XK[supervised, 0], dense_log_probs(teacher, batch)[supervised].argmax(1))
 
 
 def test_float16_changes_probabilities_within_the_stated_bound():
@@ -148,9 +148,9 @@ def test_training_from_the_cache_equals_training_in_process(worker: ModuleType, 
         (loss / count).backward()
         results.append((loss / count, hidden.grad, weight.grad))
     assert int(count) == len(kept_of(batch)) > 10
-    for found, wanted in zip(*results, strict=True):
+    for actual, expected in zip(*results, strict=True):
         # rounding to float16 changes log-probabilities by 2⁻¹¹ times a few nats
-        torch.testing.assert_close(found, wanted, rtol=1e-3, atol=2e-4)
+        torch.testing.assert_close(actual, expected, rtol=1e-3, atol=2e-4)
     assert results[0][0] > 0.01
 
 
@@ -171,9 +171,9 @@ def test_batches_of_other_documents_are_refused(worker: ModuleType, tmp_path: Pa
     both = CachedTeacher(training, write_cache(tmp_path / "heldout", heldout, teacher, 4, data="held out"))
     for source in (heldout, data):
         batch = source.batch([3, 0])
-        kept = kept_of(batch)
-        wanted = dense_log_probs(teacher, batch)[kept].topk(4)
-        assert torch.equal(both(batch).ids_XK[kept], wanted.indices)
+        supervised = kept_of(batch)
+        expected = dense_log_probs(teacher, batch)[supervised].topk(4)
+        assert torch.equal(both(batch).ids_XK[supervised], expected.indices)
 
 
 def test_a_teacher_is_frozen_and_in_evaluation_mode(worker: ModuleType):

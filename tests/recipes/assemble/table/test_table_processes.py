@@ -62,22 +62,22 @@ class Launches:
             world = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} if world else {} for rank in range(len(places))]
         return [
-            self._launcher.start(*arguments, cwd=place, **world, **rank)
-            for place, rank in zip(places, ranks, strict=True)
+            self._launcher.start(*arguments, cwd=folder, **world, **rank)
+            for folder, rank in zip(places, ranks, strict=True)
         ]
 
     def run(self, processes: int, *changes: str) -> str:
         """Run the recipe to completion and return the output."""
-        codes, said = ended(self.start([None] * processes, *changes))
-        assert codes == [0] * processes, said
-        return "".join(said)
+        codes, outputs = ended(self.start([None] * processes, *changes))
+        assert codes == [0] * processes, outputs
+        return "".join(outputs)
 
     def counted(self) -> int:
         """Return the number of counted tokens on disk."""
         folder = Path(f"{self.out}.state/count")
         return count_tokens(folder) if folder.exists() else 0
 
-    def stop(self, processes: int, how: signal.Signals, who: slice = slice(None)) -> tuple[list[int], str]:
+    def stop(self, processes: int, signal_number: signal.Signals, who: slice = slice(None)) -> tuple[list[int], str]:
         """Start counting, and send a signal to the processes once more counts are on disk."""
         before = self.counted()
         started = self.start([None] * processes)
@@ -87,9 +87,9 @@ class Launches:
             assert time.monotonic() < deadline
             time.sleep(0.002)
         for process in started[who]:
-            process.send_signal(how)
-        codes, said = ended(started)
-        return codes, "".join(said)
+            process.send_signal(signal_number)
+        codes, outputs = ended(started)
+        return codes, "".join(outputs)
 
     @property
     def bytes(self) -> bytes:
@@ -98,8 +98,8 @@ class Launches:
 
 def ended(processes: list[Any]) -> tuple[list[int], list[str]]:
     """Wait for the processes; return their exit codes and outputs."""
-    codes, said = zip(*(process.ended() for process in processes), strict=True)
-    return list(codes), list(said)
+    codes, outputs = zip(*(process.ended() for process in processes), strict=True)
+    return list(codes), list(outputs)
 
 
 @pytest.fixture
@@ -111,35 +111,35 @@ def assert_same(out: Path, recipe: Path) -> None:
     """Assert that the table and its manifest equal those of the uninterrupted count."""
     once = recipe.with_name("once")
     assert (out / TABLE_FILE).read_bytes() == (once / TABLE_FILE).read_bytes()
-    mine, alone = load_manifest(out), load_manifest(once)
-    assert mine.data == alone.data
-    assert mine.training == alone.training
+    manifest, expected = load_manifest(out), load_manifest(once)
+    assert manifest.data == expected.data
+    assert manifest.training == expected.training
 
 
 @pytest.mark.slow
 def test_four_processes_write_the_same_file(launches: Launches, counted_once: Path) -> None:
-    said = launches.run(4)
+    output = launches.run(4)
     assert_same(launches.out, counted_once)
-    assert said.count("wrote") == said.count("are held out") == 1, "only the main process may print"
+    assert output.count("wrote") == output.count("are held out") == 1, "only the main process may print"
 
 
 @pytest.mark.parametrize("processes", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_killed_count_resumes(launches: Launches, counted_once: Path, processes: int) -> None:
-    codes, said = launches.stop(processes, signal.SIGKILL)
-    assert codes == [-signal.SIGKILL] * processes, said
+    codes, output = launches.stop(processes, signal.SIGKILL)
+    assert codes == [-signal.SIGKILL] * processes, output
     assert not launches.out.exists()
     launches.run(processes)
     assert_same(launches.out, counted_once)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("how", "processes"), [(signal.SIGINT, 1), (signal.SIGTERM, 2)])
+@pytest.mark.parametrize(("signal_number", "processes"), [(signal.SIGINT, 1), (signal.SIGTERM, 2)])
 def test_a_stopped_count_saves_its_state(
-    launches: Launches, counted_once: Path, how: signal.Signals, processes: int
+    launches: Launches, counted_once: Path, signal_number: signal.Signals, processes: int
 ) -> None:
-    codes, said = launches.stop(processes, how)
-    assert codes == [128 + how] * processes, said
-    assert "Traceback" not in said
+    codes, output = launches.stop(processes, signal_number)
+    assert codes == [128 + signal_number] * processes, output
+    assert "Traceback" not in output
     assert not launches.out.exists()
     assert "counted tokens" in launches.run(processes)
     assert_same(launches.out, counted_once)
@@ -150,11 +150,11 @@ def test_an_error_ends_all_processes(launches: Launches, counted_once: Path, tmp
     broken = tmp_path / "broken.jsonl"
     rows = counted_once.with_name("large.jsonl").read_text().splitlines()[:50]
     broken.write_text("\n".join(rows) + '\n{"id": "torn')
-    for change, words in ((f"data.source={broken}", "row 51"), ("vocab_size=7", "`vocab_size` is 7")):
-        codes, said = ended(launches.start([None, None], change))
-        assert 2 in codes and 0 not in codes, said  # noqa: PT018
-        assert words in "".join(said)
-        assert "Traceback" not in "".join(said)
+    for change, message in ((f"data.source={broken}", "row 51"), ("vocab_size=7", "`vocab_size` is 7")):
+        codes, outputs = ended(launches.start([None, None], change))
+        assert 2 in codes and 0 not in codes, outputs  # noqa: PT018
+        assert message in "".join(outputs)
+        assert "Traceback" not in "".join(outputs)
 
 
 @pytest.mark.slow
@@ -164,6 +164,6 @@ def test_processes_without_a_shared_file_system_are_refused(launcher: Any, count
     for machine in machines:
         assert machine is not None
         machine.mkdir()
-    codes, said = ended(Launches(launcher, counted_once, "table").start(machines))
+    codes, outputs = ended(Launches(launcher, counted_once, "table").start(machines))
     assert codes == [2, 2]
-    assert "must be on a file system that all processes share" in said[0]
+    assert "must be on a file system that all processes share" in outputs[0]

@@ -65,10 +65,10 @@ def conversations(recipe: TableRecipe) -> list[Conversation]:
 
 
 def test_rendered_conversations_are_counted(recipe: dict[str, Any]) -> None:
-    mine = loaded(recipe)
-    out = run_train(mine)
-    tokenizer, template = load_tokenizer(mine.tokenizer), get_template("chatml")
-    chats = conversations(mine)
+    table_recipe = loaded(recipe)
+    out = run_train(table_recipe)
+    tokenizer, template = load_tokenizer(table_recipe.tokenizer), get_template("chatml")
+    chats = conversations(table_recipe)
     assert 0 < len(chats) < 80, "the test needs held-out conversations"
     rendered = [render(chat, template, tokenizer).ids.tolist() for chat in chats]
     assert max(map(len, rendered)) > 64, "the test needs a conversation longer than a block"
@@ -80,21 +80,21 @@ def test_rendered_conversations_are_counted(recipe: dict[str, Any]) -> None:
     assert manifest.data["tokens"] == sum(map(len, rendered))
     assert manifest.data["corpus"]["kept"] == 80
     assert manifest.shapes["entries"] == len(table.col)
-    assert not Path(mine.data.cache, "train").exists()
+    assert not Path(table_recipe.data.cache, "train").exists()
     assert not Path(f"{out}.state").exists(), "the artifact records the numbers of pairs"
-    heldout = prepare_data(mine.data, tokenizer, quiet=True).folder / "heldout.jsonl"
-    kept = {json.loads(line)["id"] for line in heldout.read_text().splitlines()}
-    assert kept.isdisjoint(chat.id for chat in chats)
-    assert len(kept) + len(chats) == 80
+    heldout = prepare_data(table_recipe.data, tokenizer, quiet=True).folder / "heldout.jsonl"
+    held_out_ids = {json.loads(line)["id"] for line in heldout.read_text().splitlines()}
+    assert held_out_ids.isdisjoint(chat.id for chat in chats)
+    assert len(held_out_ids) + len(chats) == 80
 
 
 def test_answers_are_pairs_with_a_supervised_right_token(recipe: dict[str, Any]) -> None:
-    mine = loaded(recipe | {"count": {"pairs": "answers", "texts": 500}})
-    table = BigramTable.load(run_train(mine))
-    tokenizer, template = load_tokenizer(mine.tokenizer), get_template("chatml")
+    table_recipe = loaded(recipe | {"count": {"pairs": "answers", "texts": 500}})
+    table = BigramTable.load(run_train(table_recipe))
+    tokenizer, template = load_tokenizer(table_recipe.tokenizer), get_template("chatml")
     expected: Pairs = Counter()
     answers = []
-    for chat in conversations(mine):
+    for chat in conversations(table_recipe):
         document = render(chat, template, tokenizer)
         answers.append(document)
         flags = document.trainable()
@@ -112,12 +112,12 @@ def test_answers_are_pairs_with_a_supervised_right_token(recipe: dict[str, Any])
 def test_a_refused_run_leaves_no_files(recipe: dict[str, Any], tmp_path: Path) -> None:
     torn = tmp_path / "torn.jsonl"
     torn.write_text('{"id": "torn')
-    for changes, words in (
+    for changes, message in (
         ({"data": recipe["data"] | {"heldout_share": 0.999}}, "0 conversations of"),
         ({"data": recipe["data"] | {"source": str(torn)}}, "torn.jsonl"),
         ({"vocab_size": 319}, "`vocab_size` must be at least 320"),
     ):
-        with pytest.raises(ValueError, match=re.escape(words)):
+        with pytest.raises(ValueError, match=re.escape(message)):
             run_train(loaded(recipe | changes))
         assert not list(tmp_path.glob("table*")), changes
 
@@ -151,17 +151,17 @@ def test_counts_of_other_settings_are_refused(recipe: dict[str, Any], tmp_path: 
         hold(folder / "rank-0-of-2", 7)
         with pytest.raises(ValueError, match=f"process {os.getpid()} on .*{folder.parent}"):
             claim(folder, {}, stack)  # another run uses this folder
-    words = (f"{folder} contains counts of 7 tokens", "options.limit: None, expected 3")
+    parts = (f"{folder} contains counts of 7 tokens", "options.limit: None, expected 3")
     with ExitStack() as stack, pytest.raises(ValueError, match=r"\S") as caught:
         claim(folder, {"pairs": "documents", "options": {"limit": 3}}, stack)
-    assert all(part in str(caught.value) for part in words)
+    assert all(part in str(caught.value) for part in parts)
     assert count_tokens(folder) == 7, "a refused claim must not delete counts"
     with PairCounter(V, folder / "rank-0-of-2"), ExitStack() as stack, pytest.raises(ValueError, match="rank-0-of-2"):
         claim(folder, {}, stack)  # a process of an earlier run is active
-    for theirs, mine, named in (("{", {}, folder / "identity.json"), ('{"limit": null}', {"other": 1}, folder)):
-        (folder / "identity.json").write_text(theirs)
+    for stored, changes, named in (("{", {}, folder / "identity.json"), ('{"limit": null}', {"other": 1}, folder)):
+        (folder / "identity.json").write_text(stored)
         with ExitStack() as stack, pytest.raises(ValueError, match=f"{named}.*delete"):
-            claim(folder, mine, stack)
+            claim(folder, changes, stack)
     with ExitStack() as stack, pytest.raises(ValueError, match=f"{folder} contains counts"):
         claim(folder, {}, stack)  # `limit` is null in the file and missing from the settings
 
@@ -206,17 +206,17 @@ def test_the_processes_partition_the_corpus(data: st.DataObject, tmp_path_factor
     clean = {"unknown_roles": data.draw(st.sampled_from(["drop", "cut"]))}
     by_row = data.draw(st.booleans())
     section = DataSection(mixture=parts, heldout_share=0.3, clean=clean | {"duplicates": [] if by_row else ["id"]})
-    reports, held = [CorpusReport() for _ in parts], []
-    whole = list(training_conversations(section, reports, hold=held.append))
+    reports, heldout = [CorpusReport() for _ in parts], []
+    whole = list(training_conversations(section, reports, hold=heldout.append))
     shares = [Share(section, rank, world) for world in [data.draw(st.integers(1, 5))] for rank in range(world)]
     own = [list(share) for share in shares]
     assert own == [list(Share(section, rank, len(shares))) for rank in range(len(shares))], "not deterministic"
     assert Counter(chain(*own)) == Counter(whole)
-    seen = shares[0]
+    rows = shares[0]
     for share in shares[1:] if by_row else ():
-        seen.add(share)
-    assert [report.as_dict() for report in seen.reports] == [report.as_dict() for report in reports]
-    assert (seen.conversations, seen.held_out) == (len(whole), len(held))
+        rows.add(share)
+    assert [report.as_dict() for report in rows.reports] == [report.as_dict() for report in reports]
+    assert (rows.conversations, rows.held_out) == (len(whole), len(heldout))
 
 
 @pytest.mark.parametrize("kind", ["torn", "no form"])
@@ -246,6 +246,6 @@ def test_every_shipped_recipe_counts(name: str, stand_ins: Any, tmp_path: Path) 
     whole = recipe.count.pairs == "documents"
     template = replace(template, start=template.next) if whole else template  # without the default system prompt
     rendered = [render(chat, template, tokenizer) for chat in conversations(recipe)]
-    wanted = [[(0, len(each.ids))] if whole else [(start - 1, end) for start, end in each.spans] for each in rendered]
-    ids = [each.ids[start:end].tolist() for each, spans in zip(rendered, wanted, strict=True) for start, end in spans]
+    expected = [[(0, len(each.ids))] if whole else [(start - 1, end) for start, end in each.spans] for each in rendered]
+    ids = [each.ids[start:end].tolist() for each, spans in zip(rendered, expected, strict=True) for start, end in spans]
     assert pairs_in(table) == pairs_of(ids)

@@ -14,7 +14,7 @@ def draftsmith(*arguments: str | Path) -> Result:
 
 
 def test_an_artifact_is_shown(tiny_pair: Path) -> None:
-    shown = draftsmith("show", tiny_pair / "heads").stdout
+    output = draftsmith("show", tiny_pair / "heads").stdout
     manifest = load_manifest(tiny_pair / "heads")
     for part in (
         "heads, 3 files of",
@@ -23,7 +23,7 @@ def test_an_artifact_is_shown(tiny_pair: Path) -> None:
         *manifest.files,
         *(name for name, version in manifest.versions.items() if version is not None),
     ):
-        assert part in shown
+        assert part in output
     printed = json.loads(draftsmith("show", tiny_pair / "heads", "--json").stdout)
     assert printed == json.loads((tiny_pair / "heads" / "artifact.json").read_text())
 

@@ -53,8 +53,8 @@ def test_the_default_output_is_a_sibling_of_the_artifact(run: Run, tiny_pair: Pa
 def test_user_errors_are_one_line(
     arguments: list[str], parts: tuple[str, ...], run: Run, tiny_pair: Path, tmp_path: Path
 ) -> None:
-    given = [argument.replace("{pair}", str(tiny_pair)) for argument in arguments]
-    code, printed = run("export", *given, "--out", str(tmp_path / "out"))
+    replaced = [argument.replace("{pair}", str(tiny_pair)) for argument in arguments]
+    code, printed = run("export", *replaced, "--out", str(tmp_path / "out"))
     assert code == 2, printed
     for part in parts:
         assert part.replace("{pair}", str(tiny_pair)) in "".join(printed.splitlines())

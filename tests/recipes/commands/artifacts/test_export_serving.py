@@ -34,11 +34,11 @@ PRINT = """command_not_found_handle() { printf "%s\\0" "$@" "${PYTHONPATH#"$PWD"
 
 
 def serving(
-    form: str, place: Path, name: str, make_llama: Callable[..., LlamaForCausalLM], out: str = "out"
+    form: str, root: Path, name: str, make_llama: Callable[..., LlamaForCausalLM], out: str = "out"
 ) -> tuple[str, str]:
     """Export to the folder `out`; return the text of SERVING.md and the path of the target."""
     tokenizer = train_bpe(["some words of a text, other words"], VOCAB, ("<pad>", "</s>"))
-    target = place / name
+    target = root / name
     model = make_llama(VOCAB, 1, **SIZES, num_hidden_layers=4)
     model.save_pretrained(target)
     tokenizer.save_pretrained(target)
@@ -60,13 +60,13 @@ def serving(
     if kind == "heads":
         about["shapes"] = {"num_heads": 3} | ({"architecture": "eagle3"} if form.startswith("eagle3") else {})
     about |= {"target": {"id": str(target)}, "tokenizer_fingerprint": tokenizer_fingerprint(tokenizer)}
-    save_artifact(place / "artifact", kind=kind, write=write, vocab_size=VOCAB, **about)
-    shutil.copyfile(CONVERTER, place / "convert_hf_to_gguf.py")
-    options: dict[str, Any] = {"llama_cpp": place} if form.endswith("gguf") else {}
+    save_artifact(root / "artifact", kind=kind, write=write, vocab_size=VOCAB, **about)
+    shutil.copyfile(CONVERTER, root / "convert_hf_to_gguf.py")
+    options: dict[str, Any] = {"llama_cpp": root} if form.endswith("gguf") else {}
     if "speculative_tokens" in FORMATS[form].options:
         options |= {"speculative_tokens": 5}
-    export_artifact(place / "artifact", form, place / out, FORMATS, ExportOptions(**options))
-    return (place / out / SERVING_FILE).read_text(), str(target)
+    export_artifact(root / "artifact", form, root / out, FORMATS, ExportOptions(**options))
+    return (root / out / SERVING_FILE).read_text(), str(target)
 
 
 def parsed(text: str) -> list[Token]:
@@ -92,17 +92,17 @@ def words_of(code: str) -> list[str]:
 @pytest.mark.parametrize("form", FORMATS)
 def test_names_are_quoted(form: str, make_llama: Callable[..., LlamaForCausalLM], tmp_path: Path) -> None:
     plain, odd = "exported-folder", """my drafter's "out" $c `d`"""
-    known, good = serving(form, tmp_path / "one", "model", make_llama, plain)
-    text, evil = serving(form, tmp_path / "two", ODD, make_llama, odd)
+    known, plain_path = serving(form, tmp_path / "one", "model", make_llama, plain)
+    text, odd_path = serving(form, tmp_path / "two", ODD, make_llama, odd)
     blocks = [[token for token in parsed(each) if token.type != "softbreak"] for each in (known, text)]
     assert [token.type for token in blocks[0]] == [token.type for token in blocks[1]]
     assert not {"html_block", "html_inline"} & {token.type for token in blocks[1]}
     names, folders = 0, 0
-    for one, other in zip(*([token for token in side if token.type == "fence"] for side in blocks), strict=True):
+    for one, other in zip(*([token for token in tokens if token.type == "fence"] for tokens in blocks), strict=True):
         assert one.info == other.info
         first, second = arguments(one.content, one.info), arguments(other.content, other.info)
-        assert [str(word).replace(good, evil).replace(plain, odd) for word in first] == list(map(str, second))
-        names += sum(evil in str(word) for word in second)
+        assert [str(word).replace(plain_path, odd_path).replace(plain, odd) for word in first] == list(map(str, second))
+        names += sum(odd_path in str(word) for word in second)
         folders += sum(odd in str(word) for word in second)
     assert folders > 0
     options = FORMATS[form].options

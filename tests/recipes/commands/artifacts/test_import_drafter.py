@@ -67,10 +67,10 @@ def test_an_imported_drafter_is_an_artifact(plain: Path, target: Path, corpus: P
     assert (out / "model.safetensors").read_bytes() == (plain / "model.safetensors").read_bytes()
     assert draftsmith("doctor", target, out).exit_code == 0
     assert draftsmith("export", out, "--to", "transformers", "--out", tmp_path / "export").exit_code == 0
-    asked: dict[str, Any] = {"kind": "evaluate", "device": "cpu", "prompts": str(corpus / "rows.json"), "limit": 2}
-    asked |= {"template": "chatml", "max_new_tokens": 8, "target": str(target), "out": str(tmp_path / "r.json")}
-    asked |= {"methods": [{"method": "autoregressive"}, {"method": "speculative"}], "drafter": str(out)}
-    results = run_evaluate(EvaluateRecipe(**asked))
+    settings: dict[str, Any] = {"kind": "evaluate", "device": "cpu", "prompts": str(corpus / "rows.json"), "limit": 2}
+    settings |= {"template": "chatml", "max_new_tokens": 8, "target": str(target), "out": str(tmp_path / "r.json")}
+    settings |= {"methods": [{"method": "autoregressive"}, {"method": "speculative"}], "drafter": str(out)}
+    results = run_evaluate(EvaluateRecipe(**settings))
     assert results["artifacts"]["drafter"]["files"]["model.safetensors"]
 
 
@@ -83,8 +83,8 @@ def test_pickled_weights_are_converted_if_allowed(plain: Path, target: Path, tmp
     assert not (tmp_path / "out").exists()
     done = draftsmith(*command, "--unpickle")
     assert done.exit_code == 0, (done.output, done.exception)
-    found = load_file(tmp_path / "out" / "model.safetensors")
-    assert all(torch.equal(found[name], weights[name]) for name in found)
+    converted = load_file(tmp_path / "out" / "model.safetensors")
+    assert all(torch.equal(converted[name], weights[name]) for name in converted)
     assert not list((tmp_path / "out").glob("*.bin"))
 
 
@@ -106,10 +106,10 @@ def test_an_adapter_is_merged(adapter: Path, target: Path, tmp_path: Path) -> No
     assert done.exit_code == 0, (done.output, done.exception)
     verify_artifact(tmp_path / "out", "drafter")
     ids = torch.tensor([[1, 5, 9, 200]])
-    merged, mine = load_model(str(tmp_path / "out"))(ids).logits, load_model(str(adapter))(ids).logits
-    assert torch.equal(merged, mine)
-    seen = draftsmith("doctor", target, adapter, "--json")
-    assert json.loads(seen.stdout)["verdicts"]["draftsmith"]["outcome"] == "works"
+    merged, adapted = load_model(str(tmp_path / "out"))(ids).logits, load_model(str(adapter))(ids).logits
+    assert torch.equal(merged, adapted)
+    diagnosis = draftsmith("doctor", target, adapter, "--json")
+    assert json.loads(diagnosis.stdout)["verdicts"]["draftsmith"]["outcome"] == "works"
     base = load_model(str(tmp_path / "plain"))(ids).logits
     assert not torch.allclose(merged, base, atol=1e-3), "the adapter has no effect"
     assert (tmp_path / "out" / "tokenizer.json").is_file(), "the tokenizer of the base model"
@@ -130,11 +130,11 @@ def test_files_that_must_be_converted_are_repaired_too(
     out = tmp_path / "out"
     with pytest.raises(ValueError, match="vocab_size: ") as refused:
         import_published(str(source), out, str(target), unpickle=form == "pickled")
-    words = shlex.split(str(refused.value).split("`")[-2])
+    advised = shlex.split(str(refused.value).split("`")[-2])
     if form == "pickled":
         assert "pickled" in str(draftsmith("doctor", target, source, "--fix", out).exception)
         monkeypatch.setenv("DRAFTSMITH_UNPICKLE", "1")
-    mended = draftsmith(*[str(out) if word == "OUT" else word for word in words[1:]])
+    mended = draftsmith(*[str(out) if word == "OUT" else word for word in advised[1:]])
     assert mended.exit_code == 0, (mended.output, mended.exception)
     manifest = verify_artifact(out, "drafter")
     assert (manifest.vocab_size, manifest.training["repaired_from"]) == (320, str(source))

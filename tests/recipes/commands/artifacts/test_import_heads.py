@@ -138,7 +138,7 @@ def test_only_files_of_the_heads_are_downloaded(hub: Any, stand_in: ModuleType, 
         ("shards", False, None, ["model-2.safetensors", "model.safetensors.index.json"]),
         ("one", False, None, ["model.safetensors"]),
     ]
-    for number, (name, unpickle, message, wanted) in enumerate(cases):
+    for number, (name, unpickle, message, expected) in enumerate(cases):
         out = tmp_path / str(number)
         hub.got.clear()
         if message is None:
@@ -148,4 +148,4 @@ def test_only_files_of_the_heads_are_downloaded(hub: Any, stand_in: ModuleType, 
         else:
             with pytest.raises(ValueError, match=message):
                 import_heads(f"someone/{name}", out, str(target), unpickle=unpickle)
-        assert sorted(hub.got) == wanted, name
+        assert sorted(hub.got) == expected, name

@@ -91,17 +91,17 @@ def test_other_formats_give_the_same_logits(form: Change, layers: list[int], nor
     edit_heads(folder, form, pickled=form is nested_alone)
     out = target.with_name("mine")
     import_published(str(folder), out, str(target), unpickle=form is nested_alone)
-    found = load_eagle(out).attach(heads.embedding, torch.zeros(heads.vocab_size, heads.hidden_size))
-    assert (list(found.layers), found.normed) == (layers, normed)
+    loaded = load_eagle(out).attach(heads.embedding, torch.zeros(heads.vocab_size, heads.hidden_size))
+    assert (list(loaded.layers), loaded.normed) == (layers, normed)
     _, faults = find_faults(out)
     assert faults == []
-    given_BTG = torch.randn(2, 6, 3 * heads.hidden_size)
+    input_BTG = torch.randn(2, 6, 3 * heads.hidden_size)
     tokens_BT, places_BT = torch.randint(60, (2, 6)), torch.arange(6).expand(2, 6)
     mask = torch.ones(6, 6, dtype=torch.bool).tril()[None, None]
-    logits = [each.features(given_BTG, tokens_BT, places_BT, mask) @ each.projection().T for each in (heads, found)]
+    logits = [each.features(input_BTG, tokens_BT, places_BT, mask) @ each.projection().T for each in (heads, loaded)]
     assert torch.equal(*logits)
-    assert found.proposed is not None
-    assert found.proposed.tolist() == KEPT.tolist()
+    assert loaded.proposed is not None
+    assert loaded.proposed.tolist() == KEPT.tolist()
     assert check_pair(str(target), str(out)) == (not normed), "only SGLang does not support this norm"
     lines = export_artifact(out, "eagle3", target.with_name("served"), FORMATS)
     assert [line.partition(": ")[2].partition(" ")[0] for line in lines[1:]] == (["works", "works", "works", "works"])
@@ -150,17 +150,17 @@ PLANTED: dict[str, tuple[Change, str, set[str]]] = {
 def test_a_planted_error_is_named_with_the_affected_engines(
     name: str, target: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    change, check, minding = PLANTED[name]
+    change, check, affected = PLANTED[name]
     save_eagle(heads_of(target, LAYERS), folder := target.with_name("theirs"))
     edit_heads(folder, change)
-    assert check_pair(str(target), str(folder), as_json=True) == (not minding)
-    found = json.loads(capsys.readouterr().out)
-    assert {one["check"] for one in found["findings"]} == ({check} if check else set())
-    assert {reader for reader, verdict in found["verdicts"].items() if verdict["outcome"] != "works"} == minding
+    assert check_pair(str(target), str(folder), as_json=True) == (not affected)
+    diagnosis = json.loads(capsys.readouterr().out)
+    assert {one["check"] for one in diagnosis["findings"]} == ({check} if check else set())
+    assert {reader for reader, verdict in diagnosis["verdicts"].items() if verdict["outcome"] != "works"} == affected
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "message"),
     [
         (lambda config, weights: config.update({TOP: [1, 3, 8]}), r"in 0 to 7.*8"),
         (lambda config, weights: config.update({TOP: [1, 3]}), r"fc.weight has 96 columns.*2 layers of 32"),
@@ -171,12 +171,12 @@ def test_a_planted_error_is_named_with_the_affected_engines(
         (lambda config, weights: weights.update({"embed_tokens.weight": torch.ones(5, 5)}), r"embed_tokens.*\[5, 5\]"),
     ],
 )
-def test_unsupported_formats_are_refused(change: Change, words: str, target: Path) -> None:
+def test_unsupported_formats_are_refused(change: Change, message: str, target: Path) -> None:
     from transformers import AutoConfig
 
     save_eagle(heads_of(target, LAYERS), folder := target.with_name("theirs"))
     edit_heads(folder, change)
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=message):
         read_published(folder, AutoConfig.from_pretrained(target), torch.zeros(7, 7))
 
 
@@ -186,12 +186,12 @@ def test_readings_of_engines_are_listed(target: Path) -> None:
 
     save_eagle(heads_of(target, LAYERS), folder := target.with_name("theirs"))
     edit_heads(folder, lambda config, weights: config.update(eagle_config={TOP: LAYERS}))
-    found = list_readings(json.loads((folder / "config.json").read_text()), AutoConfig.from_pretrained(target))
-    assert found[0].names == ["as configured", "vllm", "vllm, runner V1", "llama.cpp"]
-    ways = [(one.layers, one.normed) for one in found]
+    readings = list_readings(json.loads((folder / "config.json").read_text()), AutoConfig.from_pretrained(target))
+    assert readings[0].names == ["as configured", "vllm", "vllm, runner V1", "llama.cpp"]
+    ways = [(one.layers, one.normed) for one in readings]
     assert ways[:5] == [(each, False) for each in ((1, 3, 6), (2, 4, 7), (0, 2, 5), (2, 4, 5))] + [((1, 3, 6), True)]
-    assert [(one.rope_theta, one.unshifted) for one in found[5:]] == [(None, True)]
-    assert "sglang" in found[1].names
+    assert [(one.rope_theta, one.unshifted) for one in readings[5:]] == [(None, True)]
+    assert "sglang" in readings[1].names
 
 
 @pytest.mark.parametrize(("base", "named"), [(50.0, ["rotary positions"]), (10_000.0, [])])
@@ -216,5 +216,5 @@ def test_other_rotary_bases_are_reported(target: Path, base: float, named: list[
 )
 def test_only_significantly_better_readings_are_reported(shares: tuple[float, float], texts: int, named: bool) -> None:
     ways = enumerate(shares)
-    found = [Reading((number,), False, [], agreement=share, error=0.08, texts=texts) for number, share in ways]
-    assert best_reading(found) == (found[1] if named else None)
+    readings = [Reading((number,), False, [], agreement=share, error=0.08, texts=texts) for number, share in ways]
+    assert best_reading(readings) == (readings[1] if named else None)

@@ -55,9 +55,9 @@ def evaluated(tiny_pair: Path, corpus: Path, tmp_path_factory: pytest.TempPathFa
     results = run_evaluate(recipe)
     one = {"label": results["methods"][1]["label"], "verdict": "lossless", "tokens": 5, "faults": 0, "near_ties": 0}
     one |= {"tests": [], "power": {"detectable_bias_99": 0.1}, "sampling": {"temperature": 0.0}}
-    told = {"schema": 1, "kind": "certificate", "complete": True, "certificates": [one]}
-    told |= {"artifacts": results["artifacts"], "recipe": {}}
-    (folder / "certificate.json").write_text(json.dumps(told))
+    certificate = {"schema": 1, "kind": "certificate", "complete": True, "certificates": [one]}
+    certificate |= {"artifacts": results["artifacts"], "recipe": {}}
+    (folder / "certificate.json").write_text(json.dumps(certificate))
     return folder / "results.json"
 
 
@@ -65,17 +65,17 @@ def test_a_dry_run_uploads_nothing(
     hub: Any, tiny_pair: Path, evaluated: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run("push", tiny_pair / "drafter", REPO, "--results", evaluated, "--license", "mit", "--private")
-    shown = capsys.readouterr()
+    captured = capsys.readouterr()
     assert hub.repos == {}
     assert not {"create", "preupload", "commit"} & set(hub.requests)
-    assert "nothing was uploaded; add --yes to upload" in shown.err
-    said = " ".join(shown.out.split())
+    assert "nothing was uploaded; add --yes to upload" in captured.err
+    output = " ".join(captured.out.split())
     size = (tiny_pair / "drafter" / "model.safetensors").stat().st_size
     for part in (f"model.safetensors {size:,}", f"{hub.url}/{REPO} (private, new)"):
-        assert part in said
+        assert part in output
     for part in ("account: somebody", "license: mit", "## Measured", "artifact.json", "lossless"):
-        assert part in said
-    assert re.search(r"\d+ files, [\d,]+ bytes, in one commit", said)
+        assert part in output
+    assert re.search(r"\d+ files, [\d,]+ bytes, in one commit", output)
 
 
 def test_push_and_import_round_trip(
@@ -84,12 +84,12 @@ def test_push_and_import_round_trip(
     run("push", tiny_pair / "drafter", REPO, "--yes", "--results", evaluated)
     (commit,) = re.findall(rf"files: {hub.url}/{REPO}/commit/(\w+)", "".join(capsys.readouterr().err.split("\n")))
     run("import", f"{REPO}@{commit}", "--out", tmp_path / "out")
-    said = capsys.readouterr().err
-    assert f"the drafter of {REPO}@{commit} at {commit}" in said
+    log = capsys.readouterr().err
+    assert f"the drafter of {REPO}@{commit} at {commit}" in log
     manifest = verify_artifact(tmp_path / "out", "drafter")
-    mine = load_manifest(tiny_pair / "drafter")
+    original = load_manifest(tiny_pair / "drafter")
     assert {name: entry for name, entry in manifest.files.items() if name != "README.md"} == {
-        name: entry for name, entry in mine.files.items() if name != "README.md"
+        name: entry for name, entry in original.files.items() if name != "README.md"
     }
     card = (tmp_path / "out" / "README.md").read_text()
     rows = json.loads(evaluated.read_text())["methods"]
@@ -104,9 +104,9 @@ def test_push_and_import_round_trip(
 
 
 def test_results_of_other_files_are_refused(hub: Any, tiny_pair: Path, evaluated: Path, tmp_path: Path) -> None:
-    mine, other = tiny_pair / "drafter-stage1", tiny_pair / "drafter"
-    with pytest.raises(ValueError, match=rf"{evaluated}.*{other}, .*{mine} differ: "):
-        run("push", mine, REPO, "--results", evaluated)
+    pushed, other = tiny_pair / "drafter-stage1", tiny_pair / "drafter"
+    with pytest.raises(ValueError, match=rf"{evaluated}.*{other}, .*{pushed} differ: "):
+        run("push", pushed, REPO, "--results", evaluated)
     assert hub.requests.count("create") == 0
 
 
@@ -121,9 +121,9 @@ def test_the_card_of_heads_and_of_an_export(
     assert results_of(tmp_path, replace(manifest, export=export, files={}), evaluated)["methods"] == rows
     for name in ("results.json", "certificate.json"):
         shutil.copy(evaluated.with_name(name), tmp_path / name)
-    told = json.loads((tmp_path / "certificate.json").read_text())
-    told["artifacts"]["drafter"]["sha256"] = "00"
-    (tmp_path / "certificate.json").write_text(json.dumps(told))
+    certificate = json.loads((tmp_path / "certificate.json").read_text())
+    certificate["artifacts"]["drafter"]["sha256"] = "00"
+    (tmp_path / "certificate.json").write_text(json.dumps(certificate))
     drafter = load_manifest(tiny_pair / "drafter")
     assert results_of(tiny_pair / "drafter", drafter, tmp_path / "results.json")["certificates"] == []
     assert "is for different files from" in capsys.readouterr().err

@@ -80,11 +80,11 @@ class Workshop:
     @property
     def target(self) -> Path:
         """Path of the target, which is written on first use."""
-        place = self.folder / "target"
-        if not place.is_dir():
-            self.model.save_pretrained(place)
-            self.tokenizer.save_pretrained(place)
-        return place
+        path = self.folder / "target"
+        if not path.is_dir():
+            self.model.save_pretrained(path)
+            self.tokenizer.save_pretrained(path)
+        return path
 
     @cached_property
     def section(self) -> DataSection:
@@ -133,9 +133,9 @@ def workshop(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Workshop
 
 
 def diagnosed(recipe: EvaluateRecipe) -> dict[str, Any]:
-    found, part = measure_pair(recipe)
+    findings, part = measure_pair(recipe)
     json.dumps(part, allow_nan=False)
-    return part | {"findings": found}
+    return part | {"findings": findings}
 
 
 def causes(part: dict[str, Any]) -> list[str]:
@@ -165,8 +165,8 @@ def test_a_drafter_for_a_different_template_is_reported(workshop: Workshop, tmp_
     begin = workshop.tokenizer.convert_tokens_to_ids("<|im_start|>")
     with torch.no_grad():
         drafter.get_input_embeddings().weight[begin].normal_(0.0, 3.0)
-    place = other.drafter(drafter, tmp_path / "drafter")
-    part = diagnosed(workshop.recipe(drafter=str(place)))
+    out = other.drafter(drafter, tmp_path / "drafter")
+    part = diagnosed(workshop.recipe(drafter=str(out)))
     assert causes(part) == ["template"]
     worst = part["findings"][0]
     assert stage(part, "files")["value"] - stage(part, "own")["value"] == pytest.approx(worst.lost)
@@ -190,7 +190,7 @@ def test_heads_are_measured_separately(workshop: Workshop, tmp_path: Path) -> No
     recipe = {"train": {"precision": "no"}, "measure": {"blocks": 64}}
     shapes = {"states": "after-norm", "num_heads": HEADS}
     metrics, out = task.evaluate(task.module), tmp_path / "heads"
-    workshop.save("heads", out, lambda place: save_heads(heads, place, "t"), recipe, metrics, shapes)
+    workshop.save("heads", out, lambda folder: save_heads(heads, folder, "t"), recipe, metrics, shapes)
     methods = [{"method": "autoregressive"}, {"method": "bpd"}]
     part = diagnosed(workshop.recipe(heads=str(out), temperature=0.0, methods=methods))
     trained = [metrics[f"head{head}_top1"] for head in range(HEADS)]
@@ -213,8 +213,8 @@ def test_the_command_needs_no_recipe_and_no_manifest(corpus: Path, tmp_path: Pat
     shop = Workshop(tmp_path, corpus)
     noisy(shop.model).save_pretrained(tmp_path / "plain")
     few = ("limit=3", "max_new_tokens=8", "template=chatml", "device=cpu")
-    given = ("--prompts", str(corpus / "rows.json"), *(word for change in few for word in ("--set", change)))
-    done = cli("doctor", str(shop.target), str(tmp_path / "plain"), *given, "--out", "found.json", cwd=tmp_path)
+    options = ("--prompts", str(corpus / "rows.json"), *(word for change in few for word in ("--set", change)))
+    done = cli("doctor", str(shop.target), str(tmp_path / "plain"), *options, "--out", "found.json", cwd=tmp_path)
     assert done.returncode in (0, 1), done.stderr
     assert "verdicts" in done.stdout
     assert "acceptance by stage" in done.stdout

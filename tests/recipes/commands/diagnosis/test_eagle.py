@@ -64,18 +64,18 @@ class Lesson:
         target, lessons = wrap_model(self.model, aux_layers=LAYERS), []
         prompts = [ids for _, ids in prompts_of(self.recipe(), self.tokenizer)]
         for prompt, text in zip(prompts, sample_texts(target, prompts, Limits(48), Sampling()), strict=True):
-            given_1TG, last_1TD, ids_1T = (each.clone() for each in target_states(target, Passage(prompt, text)))
-            lessons.append((given_1TG, ids_1T, target.logits(last_1TD).argmax(-1)[0]))
+            input_1TG, last_1TD, ids_1T = (each.clone() for each in target_states(target, Passage(prompt, text)))
+            lessons.append((input_1TG, ids_1T, target.logits(last_1TD).argmax(-1)[0]))
         optimizer = torch.optim.AdamW(heads.parameters(), lr=5e-3)
         for _ in range(150):
             losses = []
-            for given_1TG, ids_1T, next_T in lessons:
+            for input_1TG, ids_1T, next_T in lessons:
                 count = ids_1T.shape[1]
                 read_1T = F.pad(ids_1T[:, :-1], (1, 0)) if behind else ids_1T
                 mask_11TT = torch.ones(1, 1, count, count, dtype=torch.bool).tril()
-                made_TKD = heads.features(given_1TG, read_1T, torch.arange(count)[None], mask_11TT)[0]
+                feature_TKD = heads.features(input_1TG, read_1T, torch.arange(count)[None], mask_11TT)[0]
                 for step in range(steps):  # step k at position t learns the output of the target at t + 1 + k
-                    logits_TR = made_TKD[: count - 1 - step, step] @ heads.projection().T
+                    logits_TR = feature_TKD[: count - 1 - step, step] @ heads.projection().T
                     losses.append(F.cross_entropy(logits_TR, next_T[1 + step :].clamp(max=len(KEPT) - 1)))
             optimizer.zero_grad()
             torch.stack(losses).mean().backward()
@@ -156,21 +156,21 @@ FAULTS: dict[str, tuple[Change | None, Callable[[Path], None] | None, dict[str, 
 def test_faults_are_reported(
     name: str, lesson: Lesson, sound: EagleHeads, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    change, changed, training, expected, words = FAULTS[name]
-    kept = (sound.layers, sound.normed, sound.config.rope_parameters)
+    change, changed, training, expected, message = FAULTS[name]
+    original = (sound.layers, sound.normed, sound.config.rope_parameters)
     heads = lesson.heads(**training) if training else sound
     if change is not None:
         change(heads)
     out = lesson.saved(heads, tmp_path / "heads", changed)
-    sound.layers, sound.normed, sound.config.rope_parameters = kept
+    sound.layers, sound.normed, sound.config.rope_parameters = original
     file = tmp_path / "found.json"
     sound_pair = lesson.check(out, file)
     part = json.loads(file.read_text())
-    found = {each["check"]: each for each in part["findings"] if each["check"] not in ("text", "drafting")}
-    assert sorted(found) == expected
+    result = {each["check"]: each for each in part["findings"] if each["check"] not in ("text", "drafting")}
+    assert sorted(result) == expected
     assert sound_pair == ({*expected} <= {"rotary positions"})
-    texts = [each["what"] + each["drafter"] for each in found.values()]
-    assert not expected or words in "".join(texts)
+    texts = [each["what"] + each["drafter"] for each in result.values()]
+    assert not expected or message in "".join(texts)
     assert part["readings"][0]["names"][0] == "as configured"
     assert "agreement by inputs" in capsys.readouterr().out
 
@@ -203,13 +203,13 @@ def test_files_reproduce_the_training_metrics(lesson: Lesson, sound: EagleHeads,
     metrics = task.evaluate(task.module)
     recipe = {"train": {"precision": "no"}, "measure": {"blocks": 64}, "data": section.model_dump(mode="json")}
     for gamma, shift in ((2, 0.0), (1, 0.0), (2, 0.1), (1, 0.1)):
-        told = {key: value + shift * key.endswith("top1") for key, value in metrics.items()}
+        reported = {key: value + shift * key.endswith("top1") for key, value in metrics.items()}
         out = tmp_path / f"heads-{gamma}-{shift}"
-        lesson.saved(few.eval(), out, recipe=recipe, data=prepared.summary(), training={"metrics": told})
+        lesson.saved(few.eval(), out, recipe=recipe, data=prepared.summary(), training={"metrics": reported})
         methods = [{"method": "autoregressive"}, {"method": "speculative", "options": {"gamma": gamma}}]
-        found, part = measure_pair(lesson.recipe(drafter=str(out), methods=methods))
+        findings, part = measure_pair(lesson.recipe(drafter=str(out), methods=methods))
         keys = [stage["key"] for stage in part["stages"]]
         assert keys == ["record", "files", "own", "decoding"]
         if not shift:
             assert part["stages"][0]["value"] == pytest.approx(part["stages"][1]["value"], abs=1e-6)
-        assert ("export" in {each.check for each in found}) == bool(shift)
+        assert ("export" in {each.check for each in findings}) == bool(shift)

@@ -97,30 +97,30 @@ def test_equal_rows_are_certified_once(recipe: Path) -> None:
 def test_a_stopped_certificate_resumes(recipe: Path, stop: Any) -> None:
     """The certificate after SIGKILL and Ctrl-C equals that of an uninterrupted run."""
     path = recipe.parent / "certificate.json"
-    asked = ("--tokens", "600")
-    code, _, whole = certified(recipe, *asked)
+    options = ("--tokens", "600")
+    code, _, whole = certified(recipe, *options)
     assert code == 0
     path.unlink()
     journal, lines = path.with_name("certificate.json.state") / "texts.jsonl", 0
     for number, more in ((signal.SIGKILL, 6), (signal.SIGINT, 4)):
-        code, said = stop(journal, lines + more, number, "certify", str(recipe), "--batch", "4", *asked)
+        code, output = stop(journal, lines + more, number, "certify", str(recipe), "--batch", "4", *options)
         assert code == (-number if number == signal.SIGKILL else 128 + number)
-        kept, lines = journal.read_text().splitlines(), journal.read_text().count("\n")
-        assert ("resuming with " in said) == (number == signal.SIGINT)
-    assert "certify: stopped by signal 2" in said
+        journal_lines, lines = journal.read_text().splitlines(), journal.read_text().count("\n")
+        assert ("resuming with " in output) == (number == signal.SIGINT)
+    assert "certify: stopped by signal 2" in output
     assert not json.loads(path.read_text())["complete"]
-    texts, written = len(kept[1:lines]), journal.read_bytes()
-    code, said, _ = certified(recipe, "--tokens", "60", "methods=[{method: autoregressive}]")
+    texts, written = len(journal_lines[1:lines]), journal.read_bytes()
+    code, output, _ = certified(recipe, "--tokens", "60", "methods=[{method: autoregressive}]")
     assert code == 0
-    assert "(methods, plan differ)" in said, "texts of another certificate are not used"
+    assert "(methods, plan differ)" in output, "texts of another certificate are not used"
     journal.parent.mkdir()
     journal.write_bytes(written.splitlines(keepends=True)[0] + b'["autoregressive", 7]\n["too", "many", 3]\n')
-    result = CliRunner().invoke(app, ["certify", str(recipe), "--batch", "4", *asked])
+    result = CliRunner().invoke(app, ["certify", str(recipe), "--batch", "4", *options])
     assert isinstance(result.exception, ValueError)
     assert "texts.jsonl is damaged" in str(result.exception)
     journal.write_bytes(written)
-    code, said, again = certified(recipe, *asked)
+    code, output, again = certified(recipe, *options)
     assert code == 0
-    assert f"resuming with {texts} finished" in said
+    assert f"resuming with {texts} finished" in output
     assert again == whole
     assert not journal.parent.exists()

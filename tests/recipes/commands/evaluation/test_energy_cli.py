@@ -60,14 +60,14 @@ def test_joules_are_those_of_one_forward(target: str, monkeypatch: pytest.Monkey
     timing = dataclasses.replace(counting.RAPL, seconds=0.2, discard=0.02, trials=2)
     meter = EnergyMeter(lambda: watts * now, "rapl", "a counter", timing, clock=lambda: now, sleep=wait)
     model = wrap_model(load_model(target))
-    found = measure_batches(model, [8, 2], 3, 4, meter)
-    assert (found["source"], found["failure"]) == ("rapl", None)
-    assert [row["joules_per_run"] for row in found["rows"]] == pytest.approx([WATTS * 0.002, WATTS * 0.008])
+    result = measure_batches(model, [8, 2], 3, 4, meter)
+    assert (result["source"], result["failure"]) == ("rapl", None)
+    assert [row["joules_per_run"] for row in result["rows"]] == pytest.approx([WATTS * 0.002, WATTS * 0.008])
     watts = 0.0
-    found = measure_batches(model, [2, 8], 3, 4, meter)
-    assert found["source"] is None
-    assert "a counter" in found["failure"], "the counter does not advance"
-    assert [row["joules_per_run"] for row in found["rows"]] == [None, None]
+    result = measure_batches(model, [2, 8], 3, 4, meter)
+    assert result["source"] is None
+    assert "a counter" in result["failure"], "the counter does not advance"
+    assert [row["joules_per_run"] for row in result["rows"]] == [None, None]
 
 
 def test_rows_have_values_per_run_and_per_input() -> None:
@@ -97,30 +97,30 @@ def test_a_batched_forward_with_a_filled_cache_equals_the_model(stand_ins: Any, 
 @pytest.fixture
 def recipe(target: str, stand_ins: Any, tmp_path: Path) -> dict[str, Any]:
     """Return a recipe with two rows and two prompts."""
-    asked = {"prompts": str(stand_ins.rows), "template": "chatml", "limit": 2, "max_new_tokens": 5, "device": "cpu"}
+    options = {"prompts": str(stand_ins.rows), "template": "chatml", "limit": 2, "max_new_tokens": 5, "device": "cpu"}
     rows = [{"method": "autoregressive"}, {"method": "autoregressive", "temperature": 1.0}]
-    return {"kind": "evaluate", "out": str(tmp_path / "results.json"), "target": target, "methods": rows} | asked
+    return {"kind": "evaluate", "out": str(tmp_path / "results.json"), "target": target, "methods": rows} | options
 
 
 def test_energy_by_batch_is_a_section_of_the_results(
     counter: Path, recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sizes = {"energy_batches": [8, 1], "energy_runs": 2, "energy_context": 4, "energy": "off"}
-    asked = EvaluateRecipe(**recipe | sizes)
-    run_evaluate(asked)
-    found = load_results(recipe["out"])["energy_by_batch"]
+    evaluation = EvaluateRecipe(**recipe | sizes)
+    run_evaluate(evaluation)
+    energy = load_results(recipe["out"])["energy_by_batch"]
     assert "batch 8" in capsys.readouterr().out
     assert "batch 8" in Path(recipe["out"]).with_name("report.html").read_text()
-    assert (found["source"], found["covers"]) == ("rapl", "processor packages (1)")
-    assert found["idle_watts"] == pytest.approx(WATTS, rel=EXACT)
-    assert [row["label"] for row in found["rows"]] == ["batch 1", "batch 8"]
-    for row in found["rows"]:
+    assert (energy["source"], energy["covers"]) == ("rapl", "processor packages (1)")
+    assert energy["idle_watts"] == pytest.approx(WATTS, rel=EXACT)
+    assert [row["label"] for row in energy["rows"]] == ["batch 1", "batch 8"]
+    for row in energy["rows"]:
         assert row["watts"] == pytest.approx(WATTS, rel=EXACT)
         assert row["errors"]["seconds_per_run"] > 0
 
     model = wrap_model(load_model(recipe["target"]))
     with pytest.raises(ValueError, match=r"energy_context` must be below 512"):
-        evaluate.measure_energy(model, asked.model_copy(update={"energy_context": 512}))
+        evaluate.measure_energy(model, evaluation.model_copy(update={"energy_context": 512}))
 
 
 def test_an_evaluation_has_joules_if_there_is_an_energy_counter(
@@ -133,10 +133,10 @@ def test_an_evaluation_has_joules_if_there_is_an_energy_counter(
         run_evaluate(EvaluateRecipe(**recipe))
     assert "(rapl); skip it with `energy: off`" in capsys.readouterr().err
     work = dict(map(json.loads, journal.read_text().splitlines()[1:]))
-    (kept,) = [name for name in work if name.startswith("joules of ")]
+    (measured,) = [name for name in work if name.startswith("joules of ")]
     run_evaluate(EvaluateRecipe(**recipe))
     rows = {row["label"]: row for row in load_results(out)["methods"]}
-    assert rows[kept.removeprefix("joules of ")]["energy"] == work[kept]
+    assert rows[measured.removeprefix("joules of ")]["energy"] == work[measured]
     for row in rows.values():
         assert row["energy_source"] == "rapl"
         assert row["energy"]["watts"] == pytest.approx(WATTS, rel=EXACT)

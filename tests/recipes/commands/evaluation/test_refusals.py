@@ -31,8 +31,8 @@ def target(stand_ins: Any) -> str:
     return str(stand_ins.target("JackFram/llama-68m"))
 
 
-@pytest.mark.parametrize(("call", "words"), [row[1:] for row in REFUSED], ids=[row[0] for row in REFUSED])
-def test_refused(target: str, call: Callable[[str], Any], words: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(("call", "parts"), [row[1:] for row in REFUSED], ids=[row[0] for row in REFUSED])
+def test_refused(target: str, call: Callable[[str], Any], parts: tuple[str, ...]) -> None:
     with pytest.raises(ValueError) as refused:  # noqa: PT011 (the words are compared below)
         call(target)
-    assert all(word in str(refused.value) for word in words), refused.value
+    assert all(word in str(refused.value) for word in parts), refused.value

@@ -58,9 +58,9 @@ def test_a_killed_evaluation_resumes(recipe: Path, stop: Any, capsys: pytest.Cap
     assert not journal.parent.exists()
     rows = {row["label"]: row for row in results["methods"]}
     assert {label for label, *_ in finished} <= {*rows, "transformers"}
-    for (label, place, _), (ids, _, seconds, _) in finished.items():
+    for (label, number, _), (ids, _, seconds, _) in finished.items():
         if label in rows:
-            part = rows[label]["by_prompt"][place]
+            part = rows[label]["by_prompt"][number]
             assert (part["seconds"], part["tokens"]) == (seconds, len(ids))
     assert all(row["identical_to_greedy"] == [PROMPTS, PROMPTS] for row in rows.values())
 
@@ -79,9 +79,9 @@ def test_killed_tuning_resumes(recipe: Path, stop: Any, capsys: pytest.CaptureFi
     loaded = load_recipe(str(recipe), ["max_new_tokens=16"])
     assert isinstance(loaded, EvaluateRecipe)
     results = run_tune(loaded)
-    said = capsys.readouterr().err
-    assert "round-1.json is finished" in said
-    assert f"resuming with {count} finished" in said
+    log = capsys.readouterr().err
+    assert "round-1.json is finished" in log
+    assert f"resuming with {count} finished" in log
     assert (folder / "round-1.json").stat().st_mtime_ns == first
     rows = load_results(folder / "round-2.json")["methods"][1:]
     assert {each.label: each.speedup for each in results} == {row["label"]: row["speedup"] for row in rows}
@@ -93,10 +93,10 @@ def test_ctrl_c_names_the_command_that_resumes(recipe: Path, stop: Any, command:
         command
     ]
     typed = (command, str(recipe), "seed=3")
-    code, said = stop(recipe.parent / f"{name}.jsonl", lines, signal.SIGINT, *typed)
+    code, log = stop(recipe.parent / f"{name}.jsonl", lines, signal.SIGINT, *typed)
     assert code == 128 + signal.SIGINT
-    assert f"to resume: draftsmith {' '.join(typed)}" in said
-    assert "Traceback" not in said
+    assert f"to resume: draftsmith {' '.join(typed)}" in log
+    assert "Traceback" not in log
 
 
 def test_runs_belong_to_a_recipe_and_its_artifacts(recipe: Path) -> None:
@@ -121,19 +121,19 @@ def test_loaded_models_do_not_change_with_their_files(tiny_pair: Path, corpus: P
     names = ("target", "drafter", "heads", "table")
     values = {"prompts": str(corpus / "rows.json"), "methods": [{"method": "autoregressive"}], "device": "cpu"}
     values |= {name: str(pair / name) for name in names}
-    opened = open_recipe(EvaluateRecipe(kind="evaluate", out=str(tmp_path / "results.json"), **values))
-    heads, table = opened.parts.heads, opened.parts.table
+    case = open_recipe(EvaluateRecipe(kind="evaluate", out=str(tmp_path / "results.json"), **values))
+    heads, table = case.parts.heads, case.parts.table
     assert table is not None
-    held = {f"model {name}": tensor for name, tensor in opened.model.state_dict().items()}
-    held |= {f"heads {name}": tensor for name, tensor in heads.state_dict().items()}  # type: ignore[union-attr]
-    held |= {f"table {name}": torch.as_tensor(array) for name, array in vars(table).items() if hasattr(array, "shape")}
-    before = {name: tensor.clone() for name, tensor in held.items()}
-    assert {name.split()[0] for name in held} == {"model", "heads", "table"}
+    state = {f"model {name}": tensor for name, tensor in case.model.state_dict().items()}
+    state |= {f"heads {name}": tensor for name, tensor in heads.state_dict().items()}  # type: ignore[union-attr]
+    state |= {f"table {name}": torch.as_tensor(array) for name, array in vars(table).items() if hasattr(array, "shape")}
+    before = {name: tensor.clone() for name, tensor in state.items()}
+    assert {name.split()[0] for name in state} == {"model", "heads", "table"}
     for name in names:
         for path in (pair / name).glob("*.safetensors"):
             with path.open("r+b") as file:
                 file.write(b"\xff" * path.stat().st_size)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in held.items())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in state.items())
 
 
 NUMBER: TypeAdapter[int] = TypeAdapter(int)
@@ -158,7 +158,7 @@ def numbers_in(journal: Journal) -> list[int]:
 def test_an_incomplete_last_line_is_dropped(tmp_path: Path) -> None:
     path = journal_file(tmp_path)
     whole = path.read_bytes()
-    ends = [place + 1 for place, byte in enumerate(whole) if byte == 10]
+    ends = [offset + 1 for offset, byte in enumerate(whole) if byte == 10]
     for end in range(ends[0], len(whole) + 1, 5):
         path.write_bytes(whole[:end])
         count = sum(each <= end for each in ends[1:])

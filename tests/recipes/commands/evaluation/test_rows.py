@@ -25,16 +25,16 @@ def target(stand_ins: Any) -> str:
     return str(stand_ins.target("JackFram/llama-68m"))
 
 
-def labels(target: str, given: str = "DHB", *names: str, changes: tuple[str, ...] = ()) -> list[str]:
-    parts = {part: folder for part, folder in PARTS.items() if folder in given}
+def labels(target: str, artifacts: str = "DHB", *names: str, changes: tuple[str, ...] = ()) -> list[str]:
+    parts = {part: folder for part, folder in PARTS.items() if folder in artifacts}
     recipe = evaluate_recipe(None, changes, {"target": target, "prompts": "P"} | parts, names=names)
     assert EvaluateRecipe.model_validate(recipe.model_dump()) == recipe
     return recipe.labels()
 
 
-@pytest.mark.parametrize(("given", "rows"), CORE)
-def test_one_method_of_each_artifact(target: str, given: str, rows: list[str]) -> None:
-    assert labels(target, given) == ["autoregressive", *rows]
+@pytest.mark.parametrize(("artifacts", "rows"), CORE)
+def test_one_method_of_each_artifact(target: str, artifacts: str, rows: list[str]) -> None:
+    assert labels(target, artifacts) == ["autoregressive", *rows]
 
 
 def test_named_rows_include_their_baseline(target: str) -> None:

@@ -36,9 +36,9 @@ def recipe(evaluation: dict[str, Any], tmp_path: Path) -> Path:
 
 
 def loaded(recipe: Path, *changes: str) -> EvaluateRecipe:
-    found = load_recipe(str(recipe), list(changes))
-    assert isinstance(found, EvaluateRecipe)
-    return found
+    evaluation = load_recipe(str(recipe), list(changes))
+    assert isinstance(evaluation, EvaluateRecipe)
+    return evaluation
 
 
 def test_rounds_grow_to_all_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,22 +54,22 @@ def test_rounds_grow_to_all_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_rounds_are_evaluations_and_the_last_settings_a_recipe(
     recipe: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found, folder = run_tune(loaded(recipe)), recipe.parent / "results.tune"
+    tuned, folder = run_tune(loaded(recipe)), recipe.parent / "results.tune"
     first, last = (load_results(folder / f"round-{number}.json") for number in (1, 2))
     assert (first["prompts"], last["prompts"]) == (2, 4)
     assert [row["method"] for row in first["methods"]].count("bild") == 4
-    assert {row["label"] for row in last["methods"]} == {"autoregressive", *(each.label for each in found)}
+    assert {row["label"] for row in last["methods"]} == {"autoregressive", *(each.label for each in tuned)}
     assert all(row["options"]["attention"] == "batch" for row in first["methods"] if row["method"] == "multi-candidate")
-    lossy = [each for each in found if not each.is_lossless]
+    lossy = [each for each in tuned if not each.is_lossless]
     assert 1 <= len(lossy) <= 3
     assert all(each.perplexity is not None for each in lossy)
-    said = " ".join(capsys.readouterr().out.split())
-    assert "not tuned: beam: it has no settings to tune" in said
-    assert f"best: {choose_winner(found)[1]}" in said
+    output = " ".join(capsys.readouterr().out.split())
+    assert "not tuned: beam: it has no settings to tune" in output
+    assert f"best: {choose_winner(tuned)[1]}" in output
     chosen = loaded(folder / "recipe.yaml")
-    assert chosen.labels() == ["autoregressive", *(each.label for each in found)]
+    assert chosen.labels() == ["autoregressive", *(each.label for each in tuned)]
     before = (folder / "round-2.json").stat().st_mtime_ns
-    assert run_tune(loaded(recipe)) == found
+    assert run_tune(loaded(recipe)) == tuned
     assert (folder / "round-2.json").stat().st_mtime_ns == before
 
 

@@ -30,8 +30,8 @@ def forged(tiny_pair: Path, corpus: Path, tmp_path: Path) -> Callable[..., list[
     """Return a function that builds a `forge` command for a small target."""
 
     def command(out: Path, *more: str, hours: str = "0.01") -> list[str]:
-        words = ["forge", str(tiny_pair / "target"), "--prompts", str(corpus / "rows.json"), "--out", str(out)]
-        return [*words, "--hours", hours, "template=chatml", *more]
+        arguments = ["forge", str(tiny_pair / "target"), "--prompts", str(corpus / "rows.json"), "--out", str(out)]
+        return [*arguments, "--hours", hours, "template=chatml", *more]
 
     return command
 
@@ -104,7 +104,7 @@ def forge(cli: Run) -> Callable[[list[str], Path], dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("costs", "hours", "said"),
+    ("costs", "hours", "message"),
     [
         ({"answer": 60.0}, "0.01", "no training: the budget allows 0 answers"),
         pytest.param(
@@ -114,17 +114,17 @@ def forge(cli: Run) -> Callable[[list[str], Path], dict[str, Any]]:
     ids=["no answers", "cost proportional to tokens"],
 )
 def test_nothing_is_trained_with_a_small_budget_or_high_costs(
-    forged: Run, forge: Run, tmp_path: Path, costs: dict[str, Any], hours: str, said: str
+    forged: Run, forge: Run, tmp_path: Path, costs: dict[str, Any], hours: str, message: str
 ) -> None:
     planned(out := tmp_path / "forge", **costs)
-    found = forge(forged(out, hours=hours), out)
-    assert any(said in line for line in lines_of(found))
-    assert not any(workload["compared"] for workload in found["workloads"])
-    assert len(found["workloads"][0]["tuned"]) >= 1
+    results = forge(forged(out, hours=hours), out)
+    assert any(message in line for line in lines_of(results))
+    assert not any(workload["compared"] for workload in results["workloads"])
+    assert len(results["workloads"][0]["tuned"]) >= 1
     assert not list(out.glob("trained/*-3*"))
 
 
-def first_layers(folder: Path, tokenizer: Path, layers: int, kept: int) -> None:
+def first_layers(folder: Path, tokenizer: Path, layers: int, num_kept: int) -> None:
     """Save a random target in which only the MLP of the first layer has an effect, with its first `kept` layers.
 
     The next token depends only on the last one, so that greedy text soon repeats itself.
@@ -137,7 +137,7 @@ def first_layers(folder: Path, tokenizer: Path, layers: int, kept: int) -> None:
         if weight.dim() == 2:
             idle = "o_proj" in name or ("down_proj" in name and "layers.0." not in name)
             weight.data.normal_(0.0, 0.0 if idle else weight.shape[1] ** -0.5)
-    model.model.layers, model.config.num_hidden_layers = model.model.layers[:kept], kept
+    model.model.layers, model.config.num_hidden_layers = model.model.layers[:num_kept], num_kept
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(tokenizer).save_pretrained(folder)
 
@@ -148,8 +148,8 @@ def shallow(corpus: Path, tmp_path: Path) -> Callable[..., list[str]]:
     first_layers(tmp_path / "target", corpus / "tokenizer", 8, 8)
 
     def command(out: Path, *more: str) -> list[str]:
-        words = ["forge", str(tmp_path / "target"), "--prompts", str(corpus / "rows.json"), "--out", str(out)]
-        return [*words, "template=chatml", *more]
+        arguments = ["forge", str(tmp_path / "target"), "--prompts", str(corpus / "rows.json"), "--out", str(out)]
+        return [*arguments, "template=chatml", *more]
 
     return command
 
@@ -161,12 +161,12 @@ def test_decisions_in_known_situations(shallow: Run, forge: Run, corpus: Path, t
     tokenizer, out = corpus / "tokenizer", tmp_path / "forge"
     first_layers(tmp_path / "given", tokenizer, 8, 1)
     first_layers(tmp_path / "other", tokenizer, 1, 1)
-    given = ["--drafter", str(tmp_path / "other"), "--drafter", str(tmp_path / "given")]
-    found = forge(shallow(out, *given, "--temperature", "0,1", "--hours", "0.08"), out)
-    greedy, drawn = (workload["winner"] for workload in found["workloads"])
+    options = ["--drafter", str(tmp_path / "other"), "--drafter", str(tmp_path / "given")]
+    results = forge(shallow(out, *options, "--temperature", "0,1", "--hours", "0.08"), out)
+    greedy, drawn = (workload["winner"] for workload in results["workloads"])
     assert greedy["name"] == "prompt lookup"
     assert drawn["name"] == str(tmp_path / "given")
-    assert "2-layer drafter" in {each["name"] for each in found["workloads"][1]["compared"]}, "no drafter was trained"
+    assert "2-layer drafter" in {each["name"] for each in results["workloads"][1]["compared"]}, "no drafter was trained"
 
 
 @pytest.mark.slow
@@ -191,13 +191,13 @@ def test_a_forge_killed_at_random_times_trains_the_same_weights(
     forged: Run, cli: Run, launcher: Any, tmp_path: Path
 ) -> None:
     """The decisions and weights equal those of an uninterrupted run with the same measurements."""
-    chance, command, met = random.Random(0), forged(Path("forge"), hours="0.06"), 0
+    chance, command, num_kills = random.Random(0), forged(Path("forge"), hours="0.06"), 0
     killed, alone = ((tmp_path / name / "forge") for name in ("killed", "alone"))
     planned(killed)
     for _ in range(10):
         process = launcher.start(*command, cwd=killed.parent)
         time.sleep(chance.uniform(1.0, 9.0))
-        met += process.poll() is None
+        num_kills += process.poll() is None
         process.send_signal(signal.SIGKILL)
         process.ended()
     done = cli(*command, cwd=killed.parent)
@@ -207,16 +207,16 @@ def test_a_forge_killed_at_random_times_trains_the_same_weights(
             copy: Any = shutil.copytree if each.is_dir() else shutil.copy
             (alone / each.relative_to(killed)).parent.mkdir(parents=True, exist_ok=True)
             copy(each, alone / each.relative_to(killed))
-    left = cli(*command, cwd=alone.parent)
-    assert left.returncode == 0, left.stderr
-    stories = [json.loads((folder / "forge.json").read_text())["decision_log"] for folder in (killed, alone)]
-    assert stories[0] == stories[1]
+    completed = cli(*command, cwd=alone.parent)
+    assert completed.returncode == 0, completed.stderr
+    logs = [json.loads((folder / "forge.json").read_text())["decision_log"] for folder in (killed, alone)]
+    assert logs[0] == logs[1]
     weights = [
         {file.relative_to(folder): file.read_bytes() for file in folder.glob("trained/*/*.safetensors")}
         for folder in (killed, alone)
     ]
-    assert met >= 5
-    assert len([place for place in weights[0] if not place.parts[1].endswith("-16")]) >= 2, "no weights of both runs"
+    assert num_kills >= 5
+    assert len([path for path in weights[0] if not path.parts[1].endswith("-16")]) >= 2, "no weights of both runs"
     assert weights[0] == weights[1]
 
 
@@ -241,15 +241,15 @@ def test_a_larger_budget_trains_the_chosen_candidate(shallow: Run, forge: Run, t
 
 def test_refusals_leave_no_files_and_plans_train_nothing(forged: Run, cli: Run, tmp_path: Path) -> None:
     out = tmp_path / "forge"
-    for word, said in (("batch=64", "256 held-out prompts"), ("max_prompt_tokens=1", "exceed 1 tokens")):
+    for word, message in (("batch=64", "256 held-out prompts"), ("max_prompt_tokens=1", "exceed 1 tokens")):
         done = cli(*forged(out, word))
         assert done.returncode == 2
-        assert said in done.stderr
+        assert message in done.stderr
     done = cli(*forged(out, "--plan"))
     assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads((out / "plan.json").read_text())
+    plan: dict[str, Any] = json.loads((out / "plan.json").read_text())
     assert not (out / "forge.json").exists()
-    assert found["workloads"][0]["winner"] is None
+    assert plan["workloads"][0]["winner"] is None
     assert not (out / "trained").exists()
     assert not (out / "answers.jsonl").exists()
 
@@ -260,9 +260,9 @@ def in_vllm(vllm: object, tiny_pair: Path, tmp_path: Path, monkeypatch: pytest.M
     for module in (in_engine, lengths):
         monkeypatch.setattr(module, "MAX_TOKENS", 2)
     (tmp_path / "target").symlink_to(tiny_pair / "target")
-    asked = [{"conversations": [{"from": "human", "value": f"one two three {n}"}]} for n in range(8)]
+    questions = [{"conversations": [{"from": "human", "value": f"one two three {n}"}]} for n in range(8)]
     (tmp_path / "corpus").mkdir()
-    (tmp_path / "corpus" / "heldout.jsonl").write_text("\n".join(map(json.dumps, asked)))
+    (tmp_path / "corpus" / "heldout.jsonl").write_text("\n".join(map(json.dumps, questions)))
     values: dict[str, Any] = {"kind": "forge", "target": str(tiny_pair / "target"), "out": str(tmp_path)}
 
     def tuned(artifact: Path | None, name: str, **more: Any) -> list[str]:
@@ -307,7 +307,7 @@ def test_the_prompt_lookup_of_an_engine_is_tuned(in_vllm: Run) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "wrong"),
+    ("options", "message"),
     [
         (("--engine", "vllm"), "vllm is not on PATH"),
         (("--engine", "vlm"), "vlm"),
@@ -315,12 +315,12 @@ def test_the_prompt_lookup_of_an_engine_is_tuned(in_vllm: Run) -> None:
     ],
 )
 def test_a_missing_engine_is_reported_first(
-    forged: Run, cli: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, words: tuple[str, ...], wrong: str
+    forged: Run, cli: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, options: tuple[str, ...], message: str
 ) -> None:
     monkeypatch.setenv("PATH", "")
-    done = cli(*forged(tmp_path / "none", *words))
+    done = cli(*forged(tmp_path / "none", *options))
     assert done.returncode == 2
-    assert wrong in done.stderr
+    assert message in done.stderr
     assert not (tmp_path / "none").exists()
 
 
@@ -329,26 +329,26 @@ def test_an_unsuitable_given_drafter_is_skipped(
     forged: Run, cli: Run, tiny_pair: Path, make_llama: Run, tmp_path: Path
 ) -> None:
     make_llama(64).save_pretrained(tmp_path / "other")
-    given = ["--drafter", str(tmp_path / "other"), "--drafter", str(tiny_pair / "drafter")]
-    done = cli(*forged(tmp_path / "out", *given))
+    options = ["--drafter", str(tmp_path / "other"), "--drafter", str(tiny_pair / "drafter")]
+    done = cli(*forged(tmp_path / "out", *options))
     assert done.returncode == 0, done.stderr
-    found = json.loads((tmp_path / "out" / "forge.json").read_text())
-    (left_out,) = (line for line in lines_of(found) if f"{tmp_path / 'other'}: skipped" in line)
+    results = json.loads((tmp_path / "out" / "forge.json").read_text())
+    (left_out,) = (line for line in lines_of(results) if f"{tmp_path / 'other'}: skipped" in line)
     assert "64" in left_out
-    assert str(tiny_pair / "drafter") in [each["name"] for each in found["workloads"][0]["compared"]]
+    assert str(tiny_pair / "drafter") in [each["name"] for each in results["workloads"][0]["compared"]]
 
 
 def test_settings_of_several_sources_share_one_evaluation() -> None:
     recipe = ForgeRecipe(kind="forge", target="target", out="runs/forge")
-    own, given = Source("own", "drafter", "runs/own", 9), Source("given", "eagle", "runs/given")
+    own, other = Source("own", "drafter", "runs/own", 9), Source("given", "eagle", "runs/given")
     heads, lookup = Source("heads", "heads", "runs/heads", 9), Source("prompt lookup")
-    rows = [Row(lookup, "suffix", {}), Row(own, "speculative", {"gamma": 2}), Row(given, "speculative", {"gamma": 2})]
+    rows = [Row(lookup, "suffix", {}), Row(own, "speculative", {"gamma": 2}), Row(other, "speculative", {"gamma": 2})]
     rows.append(Row(heads, "suffix", {"fallback": "heads", "datastore": "table"}))
     base = base_of(recipe)
-    found = evaluation_of(base, recipe, "name", rows, Workload(2, 1.0), 8)
-    assert [row.options.get("drafter") for row in found.methods] == [None, None, None, 2, None]
-    assert (found.drafter, found.more_drafters, found.heads) == ("runs/own", ["runs/given"], "runs/heads")
-    assert (found.table, found.batch, found.temperature, found.limit) == (base.table.out, 2, 1.0, 8)
+    merged = evaluation_of(base, recipe, "name", rows, Workload(2, 1.0), 8)
+    assert [row.options.get("drafter") for row in merged.methods] == [None, None, None, 2, None]
+    assert (merged.drafter, merged.more_drafters, merged.heads) == ("runs/own", ["runs/given"], "runs/heads")
+    assert (merged.table, merged.batch, merged.temperature, merged.limit) == (base.table.out, 2, 1.0, 8)
     alone = evaluation_of(base, recipe, "name", rows[:1], Workload(1, 0.0), 8)
     assert (alone.drafter, alone.heads, alone.table) == (None, None, None)
 

@@ -49,9 +49,9 @@ def recipe(drafter_recipe: Path, source: Path) -> Any:
     """Return a function that loads the tiny recipe with a larger model and overrides."""
 
     def load(*overrides: str) -> Any:
-        given = [text.replace("SOURCE", str(source)) for text in overrides]
-        sizes = [] if any("model.config=" in text for text in given) else [f"model.config={json.dumps(SIZES)}"]
-        return load_training(str(drafter_recipe), [*sizes, *given])
+        replaced = [text.replace("SOURCE", str(source)) for text in overrides]
+        sizes = [] if any("model.config=" in text for text in replaced) else [f"model.config={json.dumps(SIZES)}"]
+        return load_training(str(drafter_recipe), [*sizes, *replaced])
 
     return load
 
@@ -135,9 +135,9 @@ def test_planning_writes_prepared_data_only(drafter_recipe: Path, tmp_path: Path
     overrides += ["on_policy={share: 0.5, new_tokens: 8}", "measure.new_tokens=8"]
     weights = (source / "model.safetensors").read_bytes()
     planning.show(plan_recipe(load_training(str(drafter_recipe), overrides)))
-    shown = capsys.readouterr().out
-    for words in ("memory at least", "AdamW moments", "target", "artifact", "steps", "s per step", "extrapolated"):
-        assert words in shown
+    output = capsys.readouterr().out
+    for part in ("memory at least", "AdamW moments", "target", "artifact", "steps", "s per step", "extrapolated"):
+        assert part in output
     new = set(tmp_path.rglob("*")) - before
     assert {path.relative_to(tmp_path).parts[0] for path in new} == {"prepared"}
     assert (source / "model.safetensors").read_bytes() == weights

@@ -102,9 +102,9 @@ def test_all_settings_give_the_same_artifact(recipe: Path, single_process: Path,
     assert losses[1] == pytest.approx(losses[0], abs=1e-5)  # float32 sums in a different order
     assert norms[1] == pytest.approx(norms[0], rel=1e-4)
     expected = load_file(single_process / "model.safetensors")
-    found = AutoModelForCausalLM.from_pretrained(many).state_dict()
+    state = AutoModelForCausalLM.from_pretrained(many).state_dict()
     for key, tensor in expected.items():
-        torch.testing.assert_close(found[key], tensor, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(state[key], tensor, rtol=1e-3, atol=1e-4)
 
 
 def test_deepspeed_configurations_leave_settings_to_the_recipe():

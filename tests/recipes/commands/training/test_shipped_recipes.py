@@ -39,14 +39,14 @@ def small_heads(name: str, stand_ins: Any, folder: Path, *changes: str) -> Heads
     """Load a shipped recipe with tiny models and three training steps."""
     recipe = load_training(name, changes)
     assert isinstance(recipe, HeadsRecipe)
-    given = [*output_options(stand_ins, folder), f"target={stand_ins.target(recipe.target)}", "measure.keep=last"]
+    overrides = [*output_options(stand_ins, folder), f"target={stand_ins.target(recipe.target)}", "measure.keep=last"]
     if recipe.measure.table is not None:  # count the table with the shipped table recipe
         tokenizer = f"tokenizer={stand_ins.target('lmsys/vicuna-7b-v1.3')}"
         table = load_training("table/vicuna-lmsys", [*output_options(stand_ins, folder / "table"), tokenizer])
-        given.append(f"measure.table={run_train(table)}")
-    found = load_training(name, [*given, *stand_ins.few, *changes])
-    assert isinstance(found, HeadsRecipe)
-    return found
+        overrides.append(f"measure.table={run_train(table)}")
+    shipped = load_training(name, [*overrides, *stand_ins.few, *changes])
+    assert isinstance(shipped, HeadsRecipe)
+    return shipped
 
 
 def test_eagle_recipes_give_lossless_heads(stand_ins: Any, tmp_path: Path) -> None:
@@ -62,8 +62,8 @@ def test_eagle_recipes_give_lossless_heads(stand_ins: Any, tmp_path: Path) -> No
     parts = Parts(drafter=EagleDrafter(heads.requires_grad_(False)))
     ways = build_method("speculative", parts, greedy), build_method("autoregressive", parts, greedy)
     for prompt in ([1, 20, 30], [1, 7, 300, 5, 9]):
-        found, expected = (decode_prompt(scorer, way, greedy, 0, prompt, limits) for way in ways)
-        assert found.ids == expected.ids
+        actual, expected = (decode_prompt(scorer, way, greedy, 0, prompt, limits) for way in ways)
+        assert actual.ids == expected.ids
 
 
 @pytest.mark.parametrize("name", sorted({*DRAFTERS} - SAME))
@@ -121,8 +121,8 @@ def test_heads_recipes_give_lossless_heads(name: str, changes: tuple[str, ...], 
     for method, options in (("medusa", {"tree": recipe.measure.tree}), ("slim-s", {"num_sequences": 8})):
         ways = build_method(method, parts, greedy, **options), plain
         for prompt in ([1, 20, 30], [1, 7, 300, 5, 9]):
-            found, expected = (decode_prompt(scorer, way, greedy, 0, prompt, limits) for way in ways)
-            assert found.ids == expected.ids, method
+            actual, expected = (decode_prompt(scorer, way, greedy, 0, prompt, limits) for way in ways)
+            assert actual.ids == expected.ids, method
 
 
 def test_slim_is_measured_without_a_table(stand_ins: Any, tmp_path: Path) -> None:
@@ -136,8 +136,8 @@ def test_slim_is_measured_without_a_table(stand_ins: Any, tmp_path: Path) -> Non
     heads = PredictionHeads.from_lm_head(target.lm_head.weight.detach(), 3, 1)
     shares = heads(target.model(torch.tensor([[1, 2]])).last_hidden_state[:, -1]).softmax(-1)
     assert shares.max() < 0.1, "probabilities must be small, so that wide trees are preferred to deep ones"
-    found = heads_measure(recipe, target, tokenizer, prepare_data(recipe.data, tokenizer))(heads)
-    assert found["tokens_per_step"] == found["slim_tokens_per_step"] == 4
+    metrics = heads_measure(recipe, target, tokenizer, prepare_data(recipe.data, tokenizer))(heads)
+    assert metrics["tokens_per_step"] == metrics["slim_tokens_per_step"] == 4
 
 
 def test_the_two_commands_of_self_distillation(stand_ins: Any, tmp_path: Path, logged: Any) -> None:

@@ -19,13 +19,13 @@ def test_trackers_get_the_logged_metrics(drafter_recipe: Path, tmp_path: Path) -
 
     run_train(load_training(str(drafter_recipe), ["train.trackers=[tensorboard]", "train.evaluate_every=6"]))
     lines = [json.loads(line) for line in (tmp_path / "drafter.state" / "log.jsonl").read_text().splitlines()]
-    found = EventAccumulator(str(tmp_path / "drafter.state" / "draftsmith"))
-    found.Reload()
+    events = EventAccumulator(str(tmp_path / "drafter.state" / "draftsmith"))
+    events.Reload()
     losses = [(line["step"], pytest.approx(line["loss"])) for line in lines if "loss" in line]
-    assert [(event.step, event.value) for event in found.Scalars("loss")] == losses
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == losses
     measured = [(e["step"], pytest.approx(e["evaluation"]["perplexity"])) for e in lines if "evaluation" in e]
-    assert [(event.step, event.value) for event in found.Scalars("perplexity")] == measured
-    assert {"tokens_per_second", "grad_norm", "learning_rate"} <= set(found.Tags()["scalars"])
+    assert [(event.step, event.value) for event in events.Scalars("perplexity")] == measured
+    assert {"tokens_per_second", "grad_norm", "learning_rate"} <= set(events.Tags()["scalars"])
 
 
 def test_a_recipe_without_target_trains_a_target(
@@ -34,16 +34,16 @@ def test_a_recipe_without_target_trains_a_target(
     run_train(load_training(str(drafter_recipe)))
     run_train(load_training(str(drafter_recipe), [f"target={tmp_path / 'drafter'}", f"out={tmp_path / 'own'}"]))
     run_train(load_training(str(drafter_recipe)))  # this run is finished already
-    said = re.findall("^(target|drafter): (.*)", capsys.readouterr().err, re.MULTILINE)
-    turns = [title for title, _ in itertools.groupby(said, lambda line: line[0])]
+    log_lines = re.findall("^(target|drafter): (.*)", capsys.readouterr().err, re.MULTILINE)
+    turns = [title for title, _ in itertools.groupby(log_lines, lambda line: line[0])]
     assert turns == ["target", "drafter", "target"]
-    first_words = {words.split()[0] for title, words in said if title == "target"}
+    first_words = {text.split()[0] for title, text in log_lines if title == "target"}
     assert first_words >= {"1", "step", "wrote", str(tmp_path / "drafter")}
     names = ("drafter", "own")
     verified = [CliRunner().invoke(app, ["doctor", str(tmp_path / name)]).stdout for name in names]
     assert [line.partition(": ")[2].split(",")[0] for line in verified] == ["target", "drafter"]
-    shown = CliRunner().invoke(app, ["show", str(tmp_path / "drafter")]).stdout
-    assert shown.split()[:2] == ["what", "target,"]
+    output = CliRunner().invoke(app, ["show", str(tmp_path / "drafter")]).stdout
+    assert output.split()[:2] == ["what", "target,"]
     cards = [(tmp_path / name / "README.md").read_text() for name in names]
     assert [("draft-model" in card, "assistant_model" in card) for card in cards] == [(False, False), (True, True)]
     assert [load_manifest(tmp_path / name).kind for name in names] == ["drafter"] * 2
@@ -64,7 +64,7 @@ def test_every_shipped_recipe_can_be_copied_and_listed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "message"),
     [
         ("objective={forward-lk: 1.0}", "'forward-lk'.*'forward-kl'"),
         ("objective={cross-entropy: [1.0, 0.0]}", "0 at the end"),
@@ -77,10 +77,10 @@ def test_every_shipped_recipe_can_be_copied_and_listed(tmp_path: Path) -> None:
     ],
 )
 def test_errors_are_found_before_the_data_is_prepared(
-    change: str, words: str, drafter_recipe: Path, tiny_pair: Path, tmp_path: Path
+    change: str, message: str, drafter_recipe: Path, tiny_pair: Path, tmp_path: Path
 ) -> None:
     recipe = load_training(str(drafter_recipe), [change, f"target={tiny_pair / 'target'}"])
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=message):
         run_train(recipe)
     assert not (tmp_path / "prepared").exists()
     assert not (tmp_path / "drafter.state").exists()
