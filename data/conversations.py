@@ -125,7 +125,7 @@ class CorpusReport:
         return {name: dict(sorted(value.items())) if isinstance(value, Counter) else value for name, value in values}
 
     def summary(self) -> str:
-        """Format the counts: `987 of 1000 rows kept (messages); dropped 13 (8 no whole exchange, …); changed: …`."""
+        """Format the counts: `987 of 1000 rows kept (messages); dropped 13 (8 no complete exchange, …); changed: …`."""
         parts = [f"{self.kept} of {self.rows} rows kept ({', '.join(self.forms) or 'no rows'})"]
         if self.dropped:
             parts.append(f"dropped {self.dropped.total()} ({_reasons(self.dropped)})")

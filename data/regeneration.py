@@ -23,7 +23,7 @@ from .conversations import Conversation, Turn
 
 _POLL_SECONDS = 0.2  # interval of checks for a stop
 SEEDS = 2**31
-"""Exclusive upper bound of the random seeds of questions."""
+"""Exclusive upper bound of random seeds for questions."""
 _SORTED = 4096  # conversations per sorted group
 
 
@@ -242,7 +242,7 @@ class _Work:
                 return
             kind, reason = self._find_fault(reply)
             if isinstance(reply, Failure) and not reply.lasting:
-                finishes = []  # all questions are asked again
+                finishes = []  # a retry repeats all questions
                 break
             if kind:
                 reason = f"answer {len(finishes) + 1}: {reason}"

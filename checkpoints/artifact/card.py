@@ -17,7 +17,7 @@ from .markdown import environment, line, public, python
 _KINDS = {
     "drafter": ("a draft model for speculative decoding", "speculative", ["draft-model"]),
     "heads": ("prediction heads on a target's hidden states", "medusa", ["medusa", "prediction-heads"]),
-    "table": ("a bigram table: counts of neighbouring tokens", "bigram", ["bigram-table"]),
+    "table": ("a bigram table: counts of adjacent token pairs", "bigram", ["bigram-table"]),
     "target": ("a target model for speculative decoding", None, []),
     "eagle3": ("EAGLE-3 heads on a target's hidden states", None, ["eagle3", "prediction-heads"]),
 }

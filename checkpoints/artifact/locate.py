@@ -63,7 +63,7 @@ def model_source(location: str, *, weights: bool = True) -> str:
     try:
         folder = fetch(location, [MANIFEST_FILE])
     except ValueError:
-        return location  # left to transformers, which reports its own errors
+        return location  # transformers reports its own errors
     return str(fetch_artifact(location, folder)) if (folder / MANIFEST_FILE).is_file() else location
 
 
@@ -132,7 +132,7 @@ def _explain_hub_error(error: BaseException, repo: str) -> str:
 
     login = "log in with `hf auth login`"
     known: dict[type[Exception], str] = {
-        errors.GatedRepoError: f"is gated: ask for access at {constants.ENDPOINT}/{repo}, then {login}",
+        errors.GatedRepoError: f"is gated: request access at {constants.ENDPOINT}/{repo}, then {login}",
         errors.RevisionNotFoundError: "has no such branch, tag or commit",
         errors.RepositoryNotFoundError: f"does not exist, or this account has no access: check the name, or {login}",
         errors.OfflineModeIsEnabled: f"is required, but {out_of_reach()}",

@@ -27,7 +27,7 @@ class ModelRef:
     path: str
     """Folder that the files are loaded from, or the hub id that transformers downloads."""
     revision: str | None
-    """Commit on the hub; None if the source was given without a revision."""
+    """Commit on the hub; None if the source does not specify a revision."""
     sha256: str | None
     """Hash of `files`; None if the model has no local files."""
     files: dict[str, str]
@@ -53,7 +53,7 @@ def resolve_model(source: str, path: str | None = None) -> ModelRef:
     folder = find_local(path)
     if folder is None and "/" in path and not is_path(path):
         folder = fetch_model(path)
-        path = str(folder) if _weights(folder) else path  # pickled weights, if any, are left to transformers
+        path = str(folder) if _weights(folder) else path  # transformers handles pickled weights
     if folder is None or not folder.is_dir():
         return ModelRef(source, path, revision, None, {})
     paths = _deciding_files(folder)

@@ -163,7 +163,7 @@ def _check_request(source: Source, chosen: Format, options: ExportOptions, forma
         )
     if unused := [name for name in options.changed_options() if name not in chosen.options]:
         takes = ", ".join(map(option_name, chosen.options)) or "none"
-        raise ValueError(f"format {chosen.name} has no option {', '.join(map(option_name, unused))}, only {takes}")
+        raise ValueError(f"format {chosen.name} does not support {', '.join(map(option_name, unused))}, only {takes}")
 
 
 def _check_out(out: Path, source: Source, chosen: Format) -> None:

@@ -32,11 +32,11 @@ from ..verify.model_files import (
 from .base import ExportOptions, Format, Source, check_same_tensors, needed_target, target_name
 from .target import check_drafter, check_vocabulary, compare_tokenizers, has_tokenizer
 
-_OURS = (MANIFEST_FILE, "README.md", "recipe.yaml")
+_ARTIFACT_FILES = (MANIFEST_FILE, "README.md", "recipe.yaml")
 """Files of an artifact that are not copied to its export."""
 _OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf")
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
-"""Maximum difference of logits after merging an adapter, relative to the largest logit, for each dtype."""
+"""Maximum difference of logits after merging an adapter, relative to the largest logit, by dtype."""
 
 
 def load_drafter(folder: Path, *, merged: bool = True) -> Any:
@@ -89,7 +89,7 @@ def write_whole(source: Source, folder: Path) -> None:
             raise ValueError(f"{source.folder / name} is custom model code, which cannot be exported")
         if Path(name).suffix in _OTHER_WEIGHTS:
             raise ValueError(f"{source.folder / name} contains weights that are not in safetensors format: remove it")
-    names = [name for name in source.manifest.files if name not in _OURS]
+    names = [name for name in source.manifest.files if name not in _ARTIFACT_FILES]
     if is_adapter(source.folder):
         load_drafter(source.folder).save_pretrained(folder)
         names = [name for name in names if name not in (ADAPTER_CONFIG, ADAPTER_FILE) and not (folder / name).exists()]
@@ -185,7 +185,7 @@ ARCHITECTURES = (
     *("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "OPTForCausalLM"),
     *("GPTNeoXForCausalLM", "GPT2LMHeadModel", "GemmaForCausalLM", "Gemma2ForCausalLM", "Phi3ForCausalLM"),
 )
-"""Architectures that vLLM and SGLang both support, natively except for GPT-NeoX in SGLang."""
+"""Architectures that vLLM and SGLang both support (GPT-NeoX not natively in SGLang)."""
 DTYPES = ("F32", "F16", "BF16")
 
 

@@ -30,7 +30,7 @@ CONVERTER = "convert_hf_to_gguf.py"
 _TYPES = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
 _UNKNOWN = "pre-tokenizer was not recognized"
 _GPT2_SPLIT = {"add_prefix_space": False, "use_regex": True}
-_NOT_OF_GPT2 = (
+_UNSET_IN_GPT2 = (
     *("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix"),
     *("byte_fallback", "ignore_merges"),
 )
@@ -124,7 +124,7 @@ def _splits_as_gpt2(model: Path) -> bool:
     if bpe.get("type") != "BPE" or normalizer or split.get("type") != "ByteLevel":
         return False
     split = {"use_regex": True} | split  # missing in older files
-    is_set = any(bpe.get(name) for name in _NOT_OF_GPT2)
+    is_set = any(bpe.get(name) for name in _UNSET_IN_GPT2)
     return not is_set and all(split.get(name) is value for name, value in _GPT2_SPLIT.items())
 
 

@@ -35,7 +35,7 @@ def main() -> None:
     sys.argv = [path, *arguments]
     sys.path.insert(0, str(Path(path).parent))  # the converter imports modules from its folder
     converter = importlib.import_module(Path(path).stem)
-    base = getattr(converter, "ModelBase", None)  # old converters have other classes and are not changed
+    base = getattr(converter, "ModelBase", None)  # old converters have different classes and are not patched
     if base is not None and name:
         _set_pre_tokenizer_name(base, name)
     if base is not None and json.loads(settings):

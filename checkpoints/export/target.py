@@ -76,7 +76,7 @@ def copy_tokenizer(target: str, folder: Path) -> None:
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
     config = read_json(source / CONFIG_FILE) if (source / CONFIG_FILE).is_file() else {}
-    # without a class name, transformers derives it from the model in the folder, which differs for the copy
+    # otherwise, transformers derives the class from the model in the folder, which is a different one
     config.setdefault("tokenizer_class", type(load_tokenizer(str(source))).__name__)
     write_config(folder / CONFIG_FILE, config)
     patch_tokenizer(folder)
@@ -144,5 +144,5 @@ def output_projection(target: str, source: Source | None = None) -> Tensor:
         raise ValueError(f"the output projection of {target} has a bias ({bias}), which engines do not support")
     if weight_VD is None:
         raise ValueError(f"the safetensors files of the target {target} do not contain its output projection {name}")
-    scale = LogitShape.of(config).scale  # a soft cap is left out, since it does not change the order of tokens
+    scale = LogitShape.of(config).scale  # a soft cap is ignored, because it does not change the ranking of tokens
     return weight_VD if scale == 1 else weight_VD * scale

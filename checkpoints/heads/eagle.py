@@ -252,7 +252,7 @@ def _attend_to_steps(
     own_BJTAE = torch.stack(keys, 3)
     own_BJUTA = torch.einsum("bjute,bjtae->bjuta", query_BJUTE, own_BJTAE)
     shares = torch.cat((shared_BJUTT, own_BJUTA), -1).softmax(-1)
-    # gradients of `split` are concatenated, whereas those of two slices would each be padded
+    # gradients of `split` are concatenated, whereas gradients of two slices would be padded
     of_all, of_own = shares.split((key_BJTE.shape[2], len(keys)), -1)
     attended_BJUTE = of_all @ value_BJTE[:, :, None]
     attended_BJUTE = attended_BJUTE + torch.einsum("bjuta,bjtae->bjute", of_own, torch.stack(values, 3))
@@ -283,11 +283,11 @@ def save_eagle(heads: EagleHeads, directory: Path) -> None:
         "num_hidden_layers": 1,
         "tie_word_embeddings": False,  # otherwise SGLang uses the embeddings as the output layer
         "dtype": str(stored["fc.weight"].dtype).removeprefix("torch."),
-        # null without an output projection, otherwise SGLang leaves its output layer uninitialised
+        # must be null if there is no output projection, otherwise SGLang leaves its output layer uninitialised
         "draft_vocab_size": len(stored[HEAD]) if HEAD in stored else None,
         NORMED: heads.normed,
         LAYER_IDS: [*heads.layers],
-        # SGLang counts the outputs of layers, other engines their inputs
+        # SGLang numbers the outputs of layers, other engines their inputs
         "eagle_config": {LAYER_IDS: [layer - 1 for layer in heads.layers]},
     }
     (directory / CONFIG_FILE).write_text(json.dumps(named, indent=2) + "\n", encoding="utf-8")

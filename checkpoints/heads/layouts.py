@@ -190,7 +190,7 @@ def _read(path: Path, is_selected: Callable[[str], bool] | None) -> dict[str, Te
     try:
         with safe_open(path, framework="pt") as file:
             names = set(file.keys())
-            # safetensors' `save_model` writes shared tensors once, and their other names into the metadata
+            # safetensors' `save_model` writes shared tensors once, and lists their other names in the metadata
             aliases = {name: stored for name, stored in (file.metadata() or {}).items() if stored in names}
             every = {name: name for name in names} | {name: key for name, key in aliases.items() if name not in names}
             return {
@@ -238,7 +238,7 @@ def _sizes_of(tensors: dict[str, Tensor], path: Path) -> tuple[str, dict[str, in
     parts = {part for layer, part in tails if layer == num_layers}
     kind = "target" if not parts else "own" if parts == {"weight"} else "low-rank"
     form = f"expected tensors of {num_heads} heads with {num_layers} blocks each"
-    for name in _names(num_heads, num_layers, kind):  # stops at the first one, since indices may be huge
+    for name in _names(num_heads, num_layers, kind):  # stops at the first missing name, because indices may be huge
         if name not in tensors:
             raise ValueError(f"{path} lacks {name}: {form}")
     if extra := sorted(tensors.keys() - set(_names(num_heads, num_layers, kind))):

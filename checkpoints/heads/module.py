@@ -19,7 +19,7 @@ from .logits import LogitShape
 PROJECTIONS = ("own", "low-rank", "target")
 STATES = ("after-norm", "before-norm")
 STACK_LIMIT = 1 << 26
-"""Maximum number of elements of weights that are stacked for faster decoding. Stacking doubles their memory."""
+"""Maximum number of weights that are stacked for faster decoding. Stacking doubles their memory."""
 
 _SVD_ROWS = 4096
 

@@ -20,9 +20,9 @@ from .layouts import EAGLE, read_pickled
 
 SPECULATORS = "speculators_model_type"
 _EMBEDDINGS = "embed_tokens.weight"
-_LEFT_OUT = re.compile(r"t2d|.*rotary_emb\.inv_freq")
-_STRANGE = ("mask_hidden", "fc_norm", "layers.1.", "q_norm", "k_norm", "bias")
-"""Parts of tensor names that occur only in unsupported variants: P-EAGLE, EAGLE-3.1, several or non-Llama layers."""
+_IGNORED = re.compile(r"t2d|.*rotary_emb\.inv_freq")
+_VARIANTS = ("mask_hidden", "fc_norm", "layers.1.", "q_norm", "k_norm", "bias")
+"""Substrings of tensor names in unsupported variants only: P-EAGLE, EAGLE-3.1, several or non-Llama layers."""
 
 
 def is_published_eagle(directory: Path) -> bool:
@@ -59,8 +59,8 @@ def read_published(
     if not isinstance(inner, dict):
         raise ValueError(f"{directory / CONFIG_FILE}: transformer_layer_config must be a mapping, got {inner!r}")
     stored = _tensors(directory, unpickle)
-    if strange := [name for name in stored for part in _STRANGE if part in name]:
-        raise ValueError(f"{directory}: {strange[0]} is not supported: EAGLE-3 heads must have exactly one Llama layer")
+    if variant := [name for name in stored for part in _VARIANTS if part in name]:
+        raise ValueError(f"{directory}: {variant[0]} is not supported: EAGLE-3 heads must have exactly one Llama layer")
     sizes = LlamaConfig(**{name: value for name, value in inner.items() if name not in ("architectures", "dtype")})
     sizes.num_hidden_layers, sizes.tie_word_embeddings = 1, False
     setattr(sizes, NORMED, bool(config.get(NORMED, SPECULATORS in config)))
@@ -93,7 +93,7 @@ def _tensors(directory: Path, unpickle: bool) -> dict[str, Tensor]:
     else:
         tensors = read_pickled(pickled)
     renamed = {re.sub(r"^(model\.)?(layers\.0\.)?", _rename_prefix, name): tensor for name, tensor in tensors.items()}
-    return {name: tensor for name, tensor in renamed.items() if not _LEFT_OUT.fullmatch(name)}
+    return {name: tensor for name, tensor in renamed.items() if not _IGNORED.fullmatch(name)}
 
 
 def _rename_prefix(match: re.Match[str]) -> str:

@@ -17,7 +17,7 @@ from ..verify.families import family_fault, is_stateful
 from .sides import REFUSED, Diagnosis, Effect, Finding, ModelInfo, degrade, refuse
 
 LLAMA_CPP_SIZES = 128
-"""Maximum difference of vocabulary sizes that llama.cpp accepts."""
+"""Maximum difference between vocabulary sizes that llama.cpp accepts."""
 LLAMA_CPP_FIRST = 5
 """First token id whose text llama.cpp compares."""
 _OTHER = "the artifact's manifest has the fingerprint of a different tokenizer"
@@ -35,7 +35,7 @@ _CHAT = (
     {"role": "assistant", "content": "A guess."},
     {"role": "user", "content": "And then?"},
 )
-_LEARNED = "prompts use the target's tokenizer; a drafter trained with a different one has a lower acceptance rate"
+_TOKENS = "prompts use the target's tokenizer; a drafter trained with a different one has a lower acceptance rate"
 _TEMPLATE = "prompts use the target's chat template; if the drafter was trained with its own, fewer tokens are accepted"
 
 
@@ -213,7 +213,7 @@ def _check_encoding(target: ModelInfo, drafter: ModelInfo) -> Iterator[Finding]:
             start = max(0, _common_prefix(of_target, of_drafter) - 1)
             values = tuple(" ".join(map(repr, pieces[start : start + 5])) for pieces in (of_target, of_drafter))
             problem = f"{_shorten(text)} is encoded differently"
-            yield Finding("encoding", problem, values[0], values[1], degrade(_LEARNED))
+            yield Finding("encoding", problem, values[0], values[1], degrade(_TOKENS))
             return
 
 
@@ -246,7 +246,7 @@ def _shorten(value: str) -> str:
 def _check_added_ends(target: ModelInfo, drafter: ModelInfo) -> Iterator[Finding]:
     of_target, of_drafter = (_added_ends(model.tokenizer) for model in (target, drafter))
     if of_target != of_drafter:
-        effects = degrade(_LEARNED) | refuse("both tokenizers must add BOS, or neither; likewise for EOS", "llama.cpp")
+        effects = degrade(_TOKENS) | refuse("both tokenizers must add BOS, or neither; likewise for EOS", "llama.cpp")
         values = _describe_both(lambda model: "adds " + (" and ".join(model) or "nothing"), of_target, of_drafter)
         yield Finding("bos and eos around a text", "the tokenizers add different tokens", *values, effects)
 

@@ -22,7 +22,7 @@ from .sides import ModelInfo
 from .speculation import write_settings
 
 NEVER = -1e4
-"""Output bias of rows without a token, for models with a bias in the output layer."""
+"""Bias of output rows that have no token, for models with an output bias."""
 _LICENCES = ("LICENSE*", "NOTICE*")
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 

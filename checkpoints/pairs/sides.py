@@ -107,7 +107,7 @@ class Diagnosis:
     drafter: str
     findings: tuple[Finding, ...]
     consumers: Mapping[str, str] = field(default_factory=lambda: CONSUMERS)
-    """Engines to return verdicts for, with their versions."""
+    """Mapping from engine to version, for the engines that receive a verdict."""
 
     @property
     def verdicts(self) -> dict[str, Verdict]:
@@ -215,7 +215,7 @@ def _rows(config: Any, shapes: dict[str, tuple[int, ...]]) -> tuple[int | None, 
     """Return the row counts of the stored token embedding and output projection; None if unknown."""
     try:
         model = meta_model(config)
-    except (ValueError, ImportError):  # model type unknown to transformers, or a missing kernel
+    except (ValueError, ImportError):  # transformers does not know the model type, or a kernel is missing
         return None, None
     embedding, head, _ = names_of_embeddings(model)
     names = (embedding, embedding.removeprefix(f"{model.base_model_prefix}."))

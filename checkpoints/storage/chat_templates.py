@@ -8,7 +8,7 @@ from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 
-_DATE = "2024-07-26"  # default of Llama 3's template; the current date would make results irreproducible
+_DATE = "2024-07-26"  # default of Llama 3's template; with the current date, results would not be reproducible
 _TODAY = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
 _FAULTS = (ValueError, TypeError, ArithmeticError, LookupError, AttributeError, RecursionError)
 _MAX_BYTES = 2 << 30  # maximum additional memory for rendering

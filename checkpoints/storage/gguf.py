@@ -125,7 +125,7 @@ def convert_gguf(file: Path, folder: Path, dtype: str = "auto", progress: Progre
         processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=settings)
         if names := _names_of(reader, model, processor):
             _stream(reader, model, names, processor, folder / "model.safetensors", progress)
-        else:  # mixture of experts: several tensors of the file form one tensor of the model
+        else:  # mixture of experts: several tensors in the file correspond to one tensor of the model
             options |= {"dtype": model.dtype, "output_loading_info": True}
             loaded, report = AutoModelForCausalLM.from_pretrained(file.parent, **options)
             if report["missing_keys"]:

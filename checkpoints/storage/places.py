@@ -9,9 +9,9 @@ from typing import Any
 from .gguf import PACKAGE, gguf_folder, is_gguf
 from .messages import error_text
 
-_PATIENCE = 4.0
+_TIMEOUT = 4.0
 """Timeout in seconds for the hub's first response."""
-_ANSWERS: dict[str, str] = {}
+_REASONS: dict[str, str] = {}
 """Mapping from each tested endpoint to the reason why it is unreachable, or "" if it responded."""
 _PLAIN_REVISION = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./-]*")
 
@@ -86,30 +86,30 @@ def out_of_reach() -> str:
     """
     from huggingface_hub import constants
 
-    if constants.HF_HUB_OFFLINE and constants.ENDPOINT not in _ANSWERS:
+    if constants.HF_HUB_OFFLINE and constants.ENDPOINT not in _REASONS:
         return "HF_HUB_OFFLINE is set"
-    if constants.ENDPOINT not in _ANSWERS:
-        _ANSWERS[constants.ENDPOINT] = _ask(constants.ENDPOINT)
-        constants.HF_HUB_OFFLINE = bool(_ANSWERS[constants.ENDPOINT])
-    return _ANSWERS[constants.ENDPOINT]
+    if constants.ENDPOINT not in _REASONS:
+        _REASONS[constants.ENDPOINT] = _ask(constants.ENDPOINT)
+        constants.HF_HUB_OFFLINE = bool(_REASONS[constants.ENDPOINT])
+    return _REASONS[constants.ENDPOINT]
 
 
 def _ask(endpoint: str) -> str:
     from huggingface_hub.errors import HTTPError
     from huggingface_hub.utils import get_session
 
-    reasons = [f"{endpoint} did not respond within {_PATIENCE:g} s"]
+    reasons = [f"{endpoint} did not respond within {_TIMEOUT:g} s"]
 
     def ask() -> None:
         try:
-            get_session().head(endpoint, timeout=_PATIENCE)
+            get_session().head(endpoint, timeout=_TIMEOUT)
             reasons.clear()
         except (OSError, HTTPError) as error:
             reasons[:] = [f"{endpoint} cannot be reached: {error_text(error)}"]
 
     asking = threading.Thread(target=ask, daemon=True)  # name resolution has no timeout
     asking.start()
-    asking.join(_PATIENCE)
+    asking.join(_TIMEOUT)
     return "".join(reasons)
 
 

@@ -20,7 +20,7 @@ _NAMED = re.compile(
     r"(?!<redacted>)(?:\\?\"[^\"]{0,500}\"|\\?'[^']{0,500}'|(?:(?:bearer|basic|token)\s+)?[^\s,;&\"'}\])\\]+)",
     re.IGNORECASE,
 )
-"""Pattern of a secret's name, separator and value, such as `api_key: …` or `"Authorization": "Basic …"`."""
+"""Pattern of the name, separator and value of a secret, such as `api_key: …` or `"Authorization": "Basic …"`."""
 _BEARER = re.compile(r"\b(bearer\s+)[\w.~+/=\-]{6,}", re.IGNORECASE)
 _USER_INFO = re.compile(r"(?<=://)(?:[^/?#\s]+|[^/?#\s@:\[]+:(?!\d*[/?#])[^\s\"'<>]{1,500})@")
 """Pattern of user name and password in URLs, including passwords that contain a slash."""

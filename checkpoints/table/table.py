@@ -43,7 +43,7 @@ class BigramTable:
     """
 
     device = torch.device("cpu")
-    """Device of `look_up`. The counts themselves stay on the CPU."""
+    """Device on which `look_up` runs. The counts stay on the CPU."""
     texts: TextStore | None = None
     """Datastore for suffix decoding, sampled from the counted documents; None if there is none."""
 
@@ -210,7 +210,7 @@ def _check_csr(row_ptr: NDArray[Any], col_E: NDArray[Any], count_E: NDArray[Any]
         if len(values) and (int(values.min()) < least or (most is not None and int(values.max()) > most)):
             expected = f"at least {least}" if most is None else f"{least} to {most}"
             raise ValueError(f"{name} must be {expected}, got {int(values.min())} to {int(values.max())}")
-    # Columns may only decrease at row starts, so that few positions need a search.
+    # Columns may decrease only at row starts, so that few positions must be checked.
     falls = np.flatnonzero(col_E[1:] <= col_E[:-1]) + 1
     inside = falls[row_ptr[np.searchsorted(row_ptr, falls)] != falls]
     if len(inside):
@@ -251,7 +251,7 @@ class Correlation:
             self._left_V = (torch.full_like(log_p_V, weight).log() + log_scale_V).float().to(device)
             self._right_V = (spread_V.log() - log_p_V).float().to(device)
         log_r_E, keys_E = torch.zeros(table.entries + 1), torch.empty(table.entries + 1, dtype=self._dtype)
-        keys_E[-1] = torch.iinfo(self._dtype).max  # sentinel, so that every search ends on an entry
+        keys_E[-1] = torch.iinfo(self._dtype).max  # sentinel, so that every search finds an entry
         for first, end in table.chunks():
             start, stop = int(table.row_ptr[first]), int(table.row_ptr[end])
             x_E, y_E = table.rows_of(first, end), table.col[start:stop].long()

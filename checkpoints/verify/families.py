@@ -5,7 +5,7 @@ from typing import Any
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 ENCODER_DECODERS = ("t5", "mt5", "umt5")
-"""Model types of supported encoder-decoders, which were compared with transformers."""
+"""Model types of the supported encoder-decoders, whose outputs were compared with transformers."""
 _ATTENTION = frozenset({"full_attention", "sliding_attention", "chunked_attention", "attention"})
 
 

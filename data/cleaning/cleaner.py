@@ -34,8 +34,8 @@ ROLES: dict[str, str] = {
 }
 CALL_ROLE = "function_call"
 TOOL_TAGS = {CALL_ROLE: "tool_call"} | dict.fromkeys(("tool", "function", "observation", "ipython"), "tool_response")
-"""Tags that Hermes and Qwen put around tool calls and tool results, by role."""
-BLOCKED_ANSWERS = (  # error messages of the service in place of answers
+"""Tags around tool calls and tool results in the format of Hermes and Qwen, by role."""
+BLOCKED_ANSWERS = (  # error messages that the service returned instead of answers
     "Too many requests in 1 hour. Try again later.",
     "Only one message at a time. Please allow any other responses to complete before sending another message",
     "An error occurred. Either the engine you requested does not exist or there was another issue",
@@ -62,7 +62,7 @@ class Cleaning(BaseModel):
     roles: dict[str, Literal["user", "assistant", "system"]] = {}
     """Additional role names, mapped to user, assistant or system."""
     html: Literal["keep", "markdown"] = "keep"
-    """HTML outside of code: "keep" it or convert it to "markdown" (needs markdownify)."""
+    """HTML outside of code: "keep" it or convert it to "markdown" (requires markdownify)."""
     escaped_markdown: Literal["keep", "unescape"] = "keep"
     r"""Backslash escapes such as `\_` outside of code: "keep" or "unescape" them."""
     drop_blocked: bool = False
@@ -70,9 +70,9 @@ class Cleaning(BaseModel):
     duplicates: tuple[Literal["id", "first-exchange"], ...] = ()
     """Drop conversations that repeat an earlier "id" or "first-exchange" (first question and answer)."""
     languages: tuple[str, ...] = ()
-    """ISO 639 codes of the languages to keep; "und": undetermined, "zxx": no language (needs py3langid)."""
+    """ISO 639 codes of the languages to keep; "und": undetermined, "zxx": no language (requires py3langid)."""
     contamination: tuple[str, ...] = ()
-    """Evaluation sets. Conversations whose questions share a word n-gram with one of their texts are dropped."""
+    """Evaluation sets. Conversations whose questions share a word n-gram with a text in one are dropped."""
     contamination_words: int = Field(13, ge=FIRST_WORDS)
     """Length n of the shared n-gram in words. A shorter evaluation text must be contained in full."""
 
@@ -163,14 +163,14 @@ class Cleaner:
             if role is None:
                 if self.cleaning.unknown_roles == "drop":
                     raise _DroppedError(f"unmapped role {encodable(str(written_role)[:60])}")
-                changes.add("unmapped roles cut")
+                changes.add("unmapped roles removed")
                 messages.append((None, ""))
             elif content is None:
                 messages.append((role, ""))
             elif isinstance(content, str):
                 text = _copy_context_mark(content, encodable(content))
                 if text != content:
-                    changes.add("broken characters replaced")
+                    changes.add("invalid characters replaced")
                 tag = TOOL_TAGS.get(written_role.strip().lower()) if self._tools else None
                 if tag is not None:
                     text, before = tool_text(tag, text), messages[-1] if messages else (None, "")
@@ -204,23 +204,23 @@ class Cleaner:
         if runs and runs[0][0] == "system":
             _, texts = runs.pop(0)
             if _blank(texts[0]):
-                changes.add("empty messages cut")
+                changes.add("empty messages removed")
             else:
                 yield "system", self._merge(texts, changes)
         if runs and runs[0][0] == "assistant":  # it has no question
-            changes.add("leading assistant turns cut")
+            changes.add("leading assistant turns removed")
             runs = runs[1:]
         if runs and runs[-1][0] == "user":  # it has no answer
-            changes.add("trailing user turns cut")
+            changes.add("trailing user turns removed")
             runs = runs[:-1]
         if any(role != ("user", "assistant")[i % 2] for i, (role, _) in enumerate(runs)):
             raise _DroppedError("system message after the first turn")
         merged = [self._merge(texts, changes) for _, texts in runs]
         exchanges = [pair for pair in zip(merged[::2], merged[1::2], strict=True) if not any(map(_blank, pair))]
         if 2 * len(exchanges) < len(runs):
-            changes.add("empty messages cut")
+            changes.add("empty messages removed")
         if not exchanges:
-            raise _DroppedError("no whole exchange")
+            raise _DroppedError("no complete exchange")
         for question, answer in exchanges:
             yield "user", question
             yield "assistant", answer
@@ -229,7 +229,7 @@ class Cleaner:
         if len(texts) > 1:
             if self.cleaning.non_alternating == "drop":
                 raise _DroppedError("roles do not alternate")
-            changes.add("neighbouring messages merged")
+            changes.add("consecutive messages merged")
         return _copy_context_mark(texts[-1], "\n\n".join(texts))
 
     def _check_whole(self, identity: str, turns: list[Turn]) -> None:
@@ -277,7 +277,7 @@ def _without_surplus(texts: list[str], changes: set[str]) -> list[str]:
         return texts
     remaining = [text for text in texts if not _blank(text)] or texts[:1]
     if len(remaining) < len(texts):
-        changes.add("empty messages cut")
+        changes.add("empty messages removed")
     return remaining
 
 

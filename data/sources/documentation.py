@@ -305,7 +305,7 @@ def _prose(lines: list[str], limit: int = _MAX_PROSE) -> str:
     paragraphs: list[str] = []
     for text in filter(None, map(_paragraph, _blocks(lines))):
         if sum(map(len, paragraphs)) + len(text) > limit:
-            if not paragraphs:  # cut between sentences, else between words
+            if not paragraphs:  # truncate after a sentence, otherwise between words
                 cut = text[:limit]
                 end = max(cut.rfind(". "), cut.rfind(".\n"))
                 paragraphs.append(cut[: end + 1] if end > limit // 3 else cut.rsplit(" ", 1)[0])

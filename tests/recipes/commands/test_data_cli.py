@@ -136,7 +136,7 @@ UNUSABLE: dict[str, tuple[list[Any], dict[str, Any], tuple[str, ...]]] = {
     "system": ([{"messages": [{"role": role, "content": role} for role in ("user", "assistant", "system") * 2]}],
                {"non_alternating": "merge"}, ("1 system message after", "or remove it")),
     "tools": ([{"messages": [{"role": "tool", "content": "b"}]}], {}, ("template: tokenizer",)),
-    "blank": ([{"prompt": "b", "response": " "}], {}, ("1 no whole exchange", "columns")),
+    "blank": ([{"prompt": "b", "response": " "}], {}, ("1 no complete exchange", "columns")),
 }  # fmt: skip
 
 
