@@ -147,7 +147,7 @@ class CustomGenerate:
             if (weight.device, weight.dtype) != (target.device, target.dtype):
                 if not self.loaded_heads:
                     heads_on, target_on = (f"{weights.dtype} on {weights.device}" for weights in (weight, target))
-                    raise ValueError(f"the heads are {heads_on}, but the target is {target_on}: move the heads")
+                    raise ValueError(f"the heads are {heads_on}, the target is {target_on}: call `heads.to`")
                 self.heads.to(target.device, target.dtype)
             # Drop copies of weights, since they do not follow writes to `.data`.
             self.heads.train(self.heads.training)

@@ -87,7 +87,7 @@ def read_sampling(processors: Sequence[Any], do_sample: bool) -> Sampling:
         values.append((_WARPERS[kind], getattr(processor, _WARPERS[kind])))
     names = [name for name, _ in values]
     if names != [name for name in _WARPERS.values() if name in names]:
-        raise _refusal(", then ".join(names), "temperature, top_k and top_p are applied once each, in this order")
+        raise _refusal(f"the order {', then '.join(names)}", "use temperature, top_k and top_p once, in this order")
     # Greedy decoding can ignore these processors, since none of them changes the most likely token.
     return Sampling(**{"temperature": 1.0} | dict(values)) if do_sample else Sampling()
 

@@ -242,7 +242,7 @@ def _open_rapl() -> tuple[EnergyMeter | None, str]:
         # The counter of a package includes its cores but not the memory. `psys` (the platform) includes both.
         memory = [zone for zone, name in names.items() if name == "dram"]
         if not packages:
-            return None, f"the processor has no energy counter (RAPL): {POWERCAP}/intel-rapl:* contains no package"
+            return None, f"the processor has no energy counter (RAPL): {POWERCAP}/intel-rapl:* has no package zone"
         counter = RaplCounter([*packages, *memory])
     except PermissionError as error:
         return None, f"only root can read {error.filename}: run `sudo chmod a+r {POWERCAP}/intel-rapl:*/energy_uj`"

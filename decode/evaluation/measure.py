@@ -400,8 +400,8 @@ def check_capacity(
     most, label, positions, which = min(limits_by_entry)
     if len(longest) > most:
         raise ValueError(
-            f"prompt {name} has {len(longest)} tokens, which with {limits.max_new_tokens} new tokens and the draft "
-            f"tokens of {label} exceed the {which}'s {positions} positions: "
+            f"prompt {name} has {len(longest)} tokens; with {limits.max_new_tokens} new tokens and the draft tokens of "
+            f"{label} it exceeds the {which}'s {positions} positions: "
             + (f"set `max_prompt_tokens={most}` to drop such prompts" if most > 0 else "reduce `max_new_tokens`")
         )
 

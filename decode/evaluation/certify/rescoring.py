@@ -222,7 +222,7 @@ def measure_rounding(
     prompts = list(prompts[:_TEXTS])
     outputs = sample_texts(target, prompts, Limits(_TOKENS), sampling, batch=_TEXTS)
     wide_XV = reference.logits(teacher_force(reference, prompts, outputs).hidden_XD).float()
-    finite_XV = wide_XV.isfinite()  # A model may exclude tokens by minus infinity.
+    finite_XV = wide_XV.isfinite()  # A model may exclude tokens with logits of minus infinity.
     spread, distance = 0.0, 0.0
     for width in _WIDTHS:
         narrow = [_rerun(target, prompt, output, width) for prompt, output in zip(prompts, outputs, strict=True)]

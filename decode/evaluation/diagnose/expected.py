@@ -73,5 +73,5 @@ def compare_server(expected: ServerPrediction, row: Mapping[str, Any]) -> Iterat
     predicted, reached = expected.tokens_per_step(gamma, row["prompt_tokens"]), row["tokens_per_step"]
     if reached is not None and abs(reached / predicted - 1) > _TOLERANCE:
         what = f"the server reaches {reached:.2f} tokens per step, expected {predicted:.2f}"
-        advice = "check if the server uses another drafter, dtype or vocabulary, or a shorter drafter context"
+        advice = "check if the server uses a different drafter, dtype or vocabulary, or a shorter drafter context"
         yield Finding("tokens per step", f"{label}: {what}", advice=advice, is_fault=True)

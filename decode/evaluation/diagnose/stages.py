@@ -20,7 +20,7 @@ _MIN_LOSS = 0.02  # minimum loss of acceptance for which a cause is reported
 _EXACT, _ROUNDED = 0.01, 0.02  # tolerance of reproduced training metrics, in float32 and in 16 bits
 CAUSES = {
     "export": (
-        "the saved weights do not give the metrics on the held-out blocks that the weights in memory gave",
+        "the saved weights do not reproduce the metrics of the weights in memory on the held-out blocks",
         "train or export again; check whether a cast or a merge changed the files or the target",
     ),
     "target": (
@@ -28,12 +28,12 @@ CAUSES = {
         "decode with the target that it was trained for, or train it for this one (`target` in its recipe)",
     ),
     "inputs": (
-        "the heads agree more with the target if their inputs differ from their config",
-        "correct the config if it can describe how they were trained, or train them again",
+        "the heads agree more with the target when their inputs differ from the config",
+        "change the config to the inputs used in training if it can describe them, or train the heads again",
     ),
     "steps": (
         "the heads agree with the target in the first step, which reads the target's states, but much less later",
-        "train with as many steps as are drafted (`num_heads`), so that heads learn to read their own states",
+        "train for as many steps as the heads draft (`num_heads`), so that they learn to use their own states",
     ),
     "template": (
         "conversations are rendered with a different chat template from the one in training",

@@ -110,7 +110,7 @@ def affordable_candidates(step_seconds: Mapping[str, float], seconds: float) -> 
     while names and MIN_STEPS * (sum(map(step_seconds.__getitem__, names)) + step_seconds[names[-1]]) > seconds:
         names.pop()
     dropped = [f"{name} {MIN_STEPS * step_seconds[name]:.0f} s" for name in step_seconds if name not in names]
-    reason = f"{seconds:.0f} s are left for training, too few for {MIN_STEPS} steps of: {', '.join(dropped)}"
+    reason = f"only {seconds:.0f} s are left for training, too few for {MIN_STEPS} steps of: {', '.join(dropped)}"
     return names, reason if dropped else ""
 
 

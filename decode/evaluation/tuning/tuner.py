@@ -119,8 +119,8 @@ def choose_winner(measurements: Sequence[Measurement]) -> tuple[Measurement | No
     first = ranked[0]
     if first.interval[0] <= 1:
         disturbed = len(lossless) - len(ranked)
-        more = "; more prompts may decide" if first.speedup > 1 else ""
-        more += f"; {disturbed} disturbed measurements are left out" if disturbed else ""
+        more = "; more prompts may give a significant result" if first.speedup > 1 else ""
+        more += f"; {disturbed} disturbed measurements are excluded" if disturbed else ""
         return None, (
             f"no setting is significantly faster than autoregressive decoding; the best is {first}: a step yields "
             f"{first.tokens_per_step:.2f} tokens and costs {first.tokens_per_step / first.speedup:.2f} forwards{more}"
