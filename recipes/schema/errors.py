@@ -23,7 +23,7 @@ def checked(model: type[Model], values: Any, under: str = "") -> Model:
 
 
 def describe(model: type[BaseModel], fault: Any, under: str = "") -> str:
-    """Describe a validation error, with the path of the key (with the prefix `under`) and the closest valid name."""
+    """Describe a validation error, with the path of the key (prefixed with `under`) and the closest valid name."""
     path = [*([under] if under else []), *(part for part in map(str, fault["loc"]) if not part.endswith(_BRANCH))]
     key = ".".join(path)
     if fault["type"] == "extra_forbidden":

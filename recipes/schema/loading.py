@@ -99,7 +99,7 @@ def first_sentence(path: Path) -> str:
 
 
 def find_recipe(name: str) -> Path:
-    """Return the path of a recipe, given its path or its shipped name. Raise ValueError if it does not exist."""
+    """Find a recipe by its path or shipped name, and return its path. Raise ValueError if it does not exist."""
     path = Path(name)
     if path.is_file():
         return path

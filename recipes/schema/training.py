@@ -133,7 +133,7 @@ class TeacherSection(Section):
 
 
 class OnPolicySection(_OnPolicy):
-    """On-policy distillation from samples of the drafter; see `train.config.OnPolicy`."""
+    """Settings for on-policy distillation on samples of the drafter; see `train.config.OnPolicy`."""
 
 
 class TrainSection(_Loop):
@@ -287,8 +287,7 @@ class HeadsRecipe(_Recipe):
     target: str
     """Directory or hub id of the target."""
     target_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Data type of the target's weights and of the saved heads; auto uses the type of the files. Heads are trained in
-    float32."""
+    """Data type of the target and of the saved heads; auto uses the type of the files. Heads are trained in float32."""
     num_heads: int = Field(4, ge=1)
     """Number of heads. Head k (from 0) predicts the token k + 2 positions ahead. For `eagle3`: number of TTT steps."""
     num_layers: int = Field(1, ge=0)

@@ -83,7 +83,7 @@ def version_of(name: str) -> str | None:
 
 
 def _formats(device: str) -> str:
-    """Return a list, as text, of the floating-point data types in which a device can multiply matrices."""
+    """Return the floating-point data types in which a device can multiply matrices, separated by commas."""
     works = []
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         with suppress(RuntimeError):

@@ -254,7 +254,7 @@ def has_plain_head(model: Any) -> bool:
 
 @contextmanager
 def _evaluating(model: Any) -> Iterator[None]:
-    """Evaluate without gradients within the context; on a CPU, masked attention replaces flash kernels."""
+    """Set a model to evaluation mode, without gradients, within a context. CPU models use masked attention."""
     was_training = model.training
     model.eval()
     on_cpu = next(model.parameters()).device.type == "cpu"

@@ -32,7 +32,7 @@ class Task:
         """Move models that are not trained to `device`."""
 
     def begin(self, step: int, steps: int) -> None:
-        """Set `module.progress` to the completed share of the run before step `step` of `steps`."""
+        """Set `module.progress` to the completed fraction of the run before step `step` of `steps`."""
         self.module.progress = step / steps  # type: ignore[assignment]
 
     def rewrite(self, batch: Batch, rows: np.ndarray, global_batch: int, seed: tuple[int, int]) -> Batch:

@@ -149,7 +149,7 @@ def to_top_k_events(logits_RV: Tensor, ids_RK: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def to_events(targets: Targets, logits_RV: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return the drafter's log-probabilities of the events in `targets`, and None or `to_top_k_events`' rest."""
+    """Return the drafter's log-probabilities of the events in `targets`, in the form of `to_top_k_events`."""
     return (logits_RV.log_softmax(1), None) if targets.ids_RK is None else to_top_k_events(logits_RV, targets.ids_RK)
 
 
@@ -194,7 +194,7 @@ class Product:
         return self._cast_VD
 
     def __call__(self, hidden_CD: Tensor, weight_VD: Tensor | None) -> Tensor:
-        """Compute logits [C, V] from detached states [C, D], which already are logits if there is no projection."""
+        """Compute logits [C, V] from detached states [C, D]. Without a projection, the states are logits."""
         if weight_VD is None:
             return hidden_CD
         if self._out_CV is None or len(self._out_CV) < len(hidden_CD):

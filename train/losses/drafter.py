@@ -114,8 +114,7 @@ def map_labels(ids: Tensor, vocab: int, labels: Tensor) -> Tensor:
 def restrict_teacher(ids: Tensor, vocab: int, teacher: Teacher) -> Teacher:
     """Return a teacher's distribution conditional on the tokens `ids` of the vocabulary.
 
-    Tokens of a sparse teacher that are not in `ids` are replaced by unused tokens of `ids`, which share the remaining
-    probability.
+    A sparse teacher's tokens outside `ids` are replaced by unused tokens of `ids`, which share the remaining mass.
     """
     if isinstance(teacher, DenseTeacher):
         return DenseTeacher(*select_tokens(ids, teacher.hidden_XE, teacher.weight_VE))
@@ -242,7 +241,7 @@ def agreement(
     chunk: int | None = None,
     proposed: Tensor | None = None,
 ) -> Agreement:
-    """Measure how a drafter agrees with its teacher at temperature 1. Raises ValueError if the vocabularies differ."""
+    """Measure how often a drafter and its teacher agree at temperature 1. Raises ValueError if vocabularies differ."""
     overlap, top5 = torch.zeros((), device=labels_X.device), torch.zeros((), device=labels_X.device)
     top1 = torch.zeros((), dtype=torch.int64, device=labels_X.device)
     for _, logits_RV, targets in _blocks_of_logits(hidden_XD, weight_VD, labels_X, chunk, teacher, proposed):

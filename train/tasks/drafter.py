@@ -168,7 +168,7 @@ class DrafterTask(Task):
             other.move_to(device)
 
     def rewrite(self, batch: Batch, rows: np.ndarray, global_batch: int, seed: tuple[int, int]) -> Batch:
-        """Return the batch with a share of its responses sampled from the current drafter; see `on_policy.rewrite`."""
+        """Return the batch with some of its responses sampled from the current drafter; see `on_policy.rewrite`."""
         assert self.on_policy is not None
         assert isinstance(self.module, DrafterModule)
         return rewrite(self.module.model, batch, rows, global_batch, seed, self.on_policy)

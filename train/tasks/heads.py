@@ -127,7 +127,7 @@ class HeadsModule(nn.Module):
 
 
 def _logits_of(target: Any) -> Callable[[Tensor], Tensor]:
-    """Return a function that converts last hidden states to logits, for output layers with more than a matrix.
+    """Return a function that converts last hidden states to logits, for output layers that are not a plain matrix.
 
     Raises ValueError if the function does not reproduce the target's logits.
     """
