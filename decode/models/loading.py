@@ -3,13 +3,14 @@
 Shape letters: B batch, T tokens, N tree nodes, R draft vocabulary, V vocabulary.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ...checkpoints.artifact.locate import model_source
@@ -106,8 +107,9 @@ _PROMPTS, _BRANCHES = ([105, 101, 107], [99, 104]), ([102, 103], [106])
 """Token ids of ordinary words. Special tokens have low ids and can cause large rounding errors in bfloat16."""
 _FAILURES = (TypeError, ValueError, AttributeError, RuntimeError, LookupError)
 _NOISY, _NOISIEST = 4.0, 10.0
-"""Logits of chains may differ from the model's own logits by `_NOISY` times `_noise`, which is limited to `_NOISIEST`
-times the tolerance of trees. Models that are not causal exceed this limit."""
+"""Logits of trees may differ from those of chains by the noise of a model's dtype, at most `_NOISIEST` times their
+tolerance. Logits of chains may differ from the model's own by `_NOISY` times the noise, at most twice that limit. These
+limits are below the differences of models that are not causal."""
 
 
 @torch.inference_mode()
@@ -127,15 +129,15 @@ def check_forward(wrapped: LanguageModel, model: PreTrainedModel) -> None:
     kept = slice(None) if (ids_R := kept_tokens(model)) is None else ids_R
     chains_BV, plain_BV = chains_BV[:, kept].float(), plain_BV[:, kept].float()
     chain, tree = tolerances_of(model)
-    noise = cache(lambda: min(_noise(model, ids[0]), _NOISIEST * tree))
+    noise = cache(lambda: max(measure(model, text_1T) for text_1T in ids for measure in (_noise, _rounding)))
     what = f"{kind} are not supported: logits with a key-value cache differ from those without"
-    check_close(chains_BV, plain_BV, model, what, chain, lambda: _NOISY * noise())
+    check_close(chains_BV, plain_BV, model, what, chain, lambda: _NOISY * min(noise(), 2 * _NOISIEST * tree))
     try:
         left, right = _BRANCHES
         nodes_BNV = _score(wrapped, [left[0], right[0], left[1]], [-1, 0, 0, 1])
         branches_BV = torch.cat((nodes_BNV[:, 3], nodes_BNV[:, 2]))[:, kept].float()
         what = f"{kind} do not support tree attention: logits of a branch differ from those of a chain"
-        check_close(branches_BV, chains_BV, model, what, tree, noise)
+        check_close(branches_BV, chains_BV, model, what, tree, lambda: min(noise(), _NOISIEST * tree))
     except _FAILURES as error:
         if not isinstance(wrapped, TransformersModel):
             raise
@@ -167,6 +169,37 @@ def _noise(model: PreTrainedModel, ids_1T: Tensor) -> float:
         return relative_rms(torch.cat(steps), model(ids_1T).logits[0])
     except _FAILURES:
         return 0.0
+
+
+def _rounding(model: PreTrainedModel, ids_1T: Tensor) -> float:
+    """Return the `relative_rms` of a model's last logits and those with layer outputs that are rounded differently.
+
+    Roundings inside the layers have a larger effect, which `_NOISY` accounts for.
+    """
+    exact_1V = model(ids_1T).logits[0, -1:]
+    with _perturbed(model):
+        return relative_rms(model(ids_1T).logits[0, -1:], exact_1V)
+
+
+@contextmanager
+def _perturbed(model: PreTrainedModel) -> Iterator[None]:
+    """Change the outputs of all layers by up to one rounding step of the model's dtype while the context is active."""
+    step, stream = torch.finfo(model.dtype).eps / 2, torch.Generator().manual_seed(0)
+
+    def change(module: Any, inputs: Any, output: Any) -> Any:
+        states, *rest = output if isinstance(output, tuple) else (output,)
+        noise = 1 + step * (2 * torch.rand(states.shape, generator=stream) - 1).to(states.device)
+        changed = (states.float() * noise).to(states.dtype)
+        return (changed, *rest) if isinstance(output, tuple) else changed
+
+    count = model.config.get_text_config(decoder=True).num_hidden_layers
+    lists = (part for part in model.modules() if isinstance(part, nn.ModuleList) and len(part) == count)
+    hooks = [layer.register_forward_hook(change) for layer in next(lists, nn.ModuleList())]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def load_model(

@@ -8,6 +8,7 @@ import pytest
 import torch
 from draftsmith.decode.engine import Limits, decode_texts
 from draftsmith.decode.methods import Parts, build_method
+from draftsmith.decode.models import loading
 from draftsmith.decode.models.base import LanguageModel
 from draftsmith.decode.models.finite import check_close, relative_rms
 from draftsmith.decode.models.kv_cache import KVCache
@@ -138,6 +139,18 @@ def test_a_chain_that_differs_from_the_model_is_refused(form: str) -> None:
     for fast in (True, False):
         with pytest.raises(ValueError, match=r"'llama' are not supported: logits .*relative RMS difference"):
             wrap_model(model, fast=fast)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_tolerance_follows_the_effect_of_rounding(seed: int, make_llama: Callable[..., LlamaForCausalLM]) -> None:
+    """Deep models with sharp attention amplify rounding errors beyond any tolerance for shallow ones."""
+    model = make_llama(200, seed, 3.0, num_hidden_layers=24, intermediate_size=48).bfloat16()
+    wrap_model(model, fast=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loading, "_rounding", lambda model, text_1T: 0.0)
+        with pytest.raises(ValueError, match="relative RMS difference"):
+            wrap_model(model)
+    wrap_model(model)
 
 
 @pytest.mark.parametrize("vocab", [100, 150_000])
