@@ -33,36 +33,36 @@ def find(fault: Fault) -> tuple[str | None, float]:
     start, entry = time.process_time(), Entry(fault.method, fault.method, fault.options, Sampling(1.0))
     with pytest.MonkeyPatch.context() as patch:
         fault.plant(patch)
-        verdict = next((one.verdict for one in stress_method(entry, Plan(level=LEVEL)) if one.failed), None)
+        verdict = next((result.verdict for result in stress_method(entry, Plan(level=LEVEL)) if result.failed), None)
     return verdict, time.process_time() - start
 
 
 def clean(name: str, seed: int) -> tuple[set[str], float, float]:
     """Certify an unchanged method; return its verdicts, smallest corrected p-value and CPU seconds."""
     start = time.process_time()
-    found = list(stress_method(Entry(name, name, {}, Sampling(1.0)), Plan(level=LEVEL, seed=seed)))
-    tests = [test["p_value"] for one in found for test in one.tests]
-    return {one.verdict for one in found}, min(tests) * len(tests), time.process_time() - start
+    certificates = list(stress_method(Entry(name, name, {}, Sampling(1.0)), Plan(level=LEVEL, seed=seed)))
+    tests = [test["p_value"] for certificate in certificates for test in certificate.tests]
+    return {certificate.verdict for certificate in certificates}, min(tests) * len(tests), time.process_time() - start
 
 
 def main() -> None:
-    asked = parser_of(__doc__, "run every eighth fault and two clean runs", clean=0, start=0).parse_args()
-    world = make_small_pair()
+    options = parser_of(__doc__, "run every eighth fault and two clean runs", clean=0, start=0).parse_args()
+    small_pair = make_small_pair()
     by_kind: dict[str, list[tuple[str | None, float]]] = defaultdict(list)
-    for fault in FAULTS[asked.start :: 8 if asked.quick else 1]:
+    for fault in FAULTS[options.start :: 8 if options.quick else 1]:
         verdict, seconds = find(fault)
         by_kind[fault.kind].append((verdict, seconds))
         print(f"{fault.kind:18}{fault.name:44}{fault.method:24}{verdict or 'MISSED':14}{seconds:6.1f} s", flush=True)
     print("\n| class | planted | found | median seconds | maximum |\n|---|---|---|---|---|")
     rows = {}
-    for kind, found in by_kind.items():
-        seconds = [each for _, each in found]
-        rows[kind] = {"planted": len(found), "found": sum(verdict is not None for verdict, _ in found)}
+    for kind, outcomes in by_kind.items():
+        seconds = [taken for _, taken in outcomes]
+        rows[kind] = {"planted": len(outcomes), "found": sum(verdict is not None for verdict, _ in outcomes)}
         rows[kind] |= {"median_seconds": statistics.median(seconds), "most_seconds": max(seconds)}
         print("| {} | {planted} | {found} | {median_seconds:.1f} | {most_seconds:.1f} |".format(kind, **rows[kind]))
-    names = [name for name in METHODS if build_method(name, world.parts, Sampling(1.0)).verifier.lossless]
+    names = [name for name in METHODS if build_method(name, small_pair.parts, Sampling(1.0)).verifier.lossless]
     alarms, times = 0, []
-    for number in range(2 if asked.quick else asked.clean):
+    for number in range(2 if options.quick else options.clean):
         verdicts, smallest, seconds = clean(names[number % len(names)], 1_000_003 * (1 + number))
         alarms += verdicts != {"lossless"}
         times.append(seconds)

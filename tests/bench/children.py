@@ -39,23 +39,23 @@ def count_zipf(name: str, tokens: int) -> dict[str, float]:
 
     vocab, batch, length, folder = 32000, 1 << 20, 1000, Path(name)
     cumulated = np.cumsum(1 / np.arange(1, vocab + 1))
-    drawn = np.searchsorted(cumulated, (np.arange(1 << 22) + 0.5) / (1 << 22) * cumulated[-1])
-    table, rng = np.random.default_rng(0).permutation(vocab).astype(np.int32)[drawn], np.random.default_rng(1)
-    start, making = time.perf_counter(), 0.0
+    ranks = np.searchsorted(cumulated, (np.arange(1 << 22) + 0.5) / (1 << 22) * cumulated[-1])
+    table, rng = np.random.default_rng(0).permutation(vocab).astype(np.int32)[ranks], np.random.default_rng(1)
+    start, drawing = time.perf_counter(), 0.0
     with PairCounter(vocab, folder / "runs") as counter:
         for first in range(0, tokens, batch):
             begin = time.perf_counter()
             size = min(batch, tokens - first)
             ids = table[rng.integers(0, 1 << 22, size, dtype=np.uint32)]
-            making += time.perf_counter() - begin
+            drawing += time.perf_counter() - begin
             counter.add(ids, np.arange(0, size, length), first)
         counter.spill()
     counting = time.perf_counter() - start
     merge_counts([folder / "runs"], vocab, folder / "table")
-    whole = time.perf_counter() - start
+    total = time.perf_counter() - start
     return {
-        "peak_mb": kilobytes("VmHWM") / 1e3, "sec": whole, "making_sec": making, "counting_sec": counting - making,
-        "merging_sec": whole - counting, "ns_per_token": (whole - making) / tokens * 1e9,
+        "peak_mb": kilobytes("VmHWM") / 1e3, "sec": total, "making_sec": drawing, "counting_sec": counting - drawing,
+        "merging_sec": total - counting, "ns_per_token": (total - drawing) / tokens * 1e9,
         "file_mb": (folder / "table").stat().st_size / 1e6,
     }  # fmt: skip
 
@@ -68,6 +68,6 @@ def load_table(name: str) -> tuple[float, float]:
     before, start = kilobytes("RssAnon"), time.perf_counter()
     table = BigramTable.load(Path(name))
     seconds = time.perf_counter() - start
-    held = (kilobytes("RssAnon") - before) / 1e3
+    memory_mb = (kilobytes("RssAnon") - before) / 1e3
     del table
-    return seconds, held
+    return seconds, memory_mb

@@ -84,7 +84,7 @@ class Timed(NamedTuple):
 
 def processor_seconds() -> float:
     """Return the CPU seconds of this process and its finished child processes."""
-    return sum(sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(sum(resource.getrusage(usage_of)[:2]) for usage_of in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
 
 
 def timed(job: Callable[[], Any]) -> Timed:
@@ -95,22 +95,22 @@ def timed(job: Callable[[], Any]) -> Timed:
 
 def in_turns(jobs: Mapping[str, Callable[[], Any]], rounds: int, warm: int = 0) -> dict[str, list[Timed]]:
     """Run all jobs once per round and return their times, without those of the first `warm` rounds."""
-    found: dict[str, list[Timed]] = {name: [] for name in jobs}
+    times: dict[str, list[Timed]] = {name: [] for name in jobs}
     for number in range(warm + rounds):
         for name, job in jobs.items():
-            one = timed(job)
+            result = timed(job)
             if number >= warm:
-                found[name].append(one)
-    return found
+                times[name].append(result)
+    return times
 
 
 def medians(times: Mapping[str, Sequence[Timed]]) -> dict[str, float]:
     """Return the median wall time of each job."""
-    return {name: statistics.median(each.wall for each in series) for name, series in times.items()}
+    return {name: statistics.median(run.wall for run in series) for name, series in times.items()}
 
 
 def against_tokenizers(
-    raw: Mapping[str, Callable[[], int]], ours: str, job: Callable[[], int], rounds: int
+    raw: Mapping[str, Callable[[], int]], job_name: str, job: Callable[[], int], rounds: int
 ) -> tuple[str, dict[str, float], dict[str, float]]:
     """Compare `job` with the fastest tokenizer; every function returns its number of tokens, and runs are interleaved.
 
@@ -118,13 +118,13 @@ def against_tokenizers(
         The name of the fastest tokenizer, the median ratios (`time` and `cpu`: tokenizer / job; `rate`: tokens per
         second, job / tokenizer), and millions of tokens per second by name.
     """
-    times = in_turns({**raw, ours: job}, rounds)
+    times = in_turns({**raw, job_name: job}, rounds)
     wall, tokens = medians(times), {name: series[-1].result for name, series in times.items()}
     fastest = min(raw, key=lambda name: wall[name])
-    pairs = list(zip(times[fastest], times[ours], strict=True))
+    pairs = list(zip(times[fastest], times[job_name], strict=True))
     ratios = {"time": statistics.median(a.wall / b.wall for a, b in pairs)}
     ratios |= {"cpu": statistics.median(a.cpu / b.cpu for a, b in pairs)}
-    ratios["rate"] = ratios["time"] * tokens[ours] / tokens[fastest]
+    ratios["rate"] = ratios["time"] * tokens[job_name] / tokens[fastest]
     rates = {name: tokens[name] / wall[name] / 1e6 for name in times}
     for name, rate in rates.items():
         print(f"{name:14s} {wall[name]:6.2f} s   {rate:5.2f} M tokens/s")
@@ -135,8 +135,8 @@ def peak_above(job: Callable[[], Any]) -> tuple[Timed, int]:
     """Run a job and return its result and times, and its peak memory in bytes above that before the call."""
     Path("/proc/self/clear_refs").write_text("5")
     before = kilobytes("VmRSS")
-    found = timed(job)
-    return found, 1024 * (kilobytes("VmHWM") - before)
+    result = timed(job)
+    return result, 1024 * (kilobytes("VmHWM") - before)
 
 
 def own_process(function: str, *arguments: Any, environment: Mapping[str, str] | None = None) -> Any:
@@ -145,6 +145,6 @@ def own_process(function: str, *arguments: Any, environment: Mapping[str, str] |
     code = f"import json, sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); from {module} import {name}; "
     code += f"print(json.dumps({name}(*json.loads(sys.argv[1]))))"
     command = [sys.executable, "-c", code, json.dumps(arguments)]
-    known = {**os.environ, **(environment or {})}
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=known)
-    return json.loads(done.stdout.splitlines()[-1])
+    variables = {**os.environ, **(environment or {})}
+    process = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=variables)
+    return json.loads(process.stdout.splitlines()[-1])

@@ -63,13 +63,13 @@ print(decoding, training)
 @contextmanager
 def busy(count: int) -> Iterator[None]:
     """Run `count` busy processes during the context."""
-    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    processes = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
     try:
         yield
     finally:
-        for other in others:
-            other.kill()
-            other.wait()
+        for process in processes:
+            process.kill()
+            process.wait()
 
 
 def main() -> None:
@@ -77,22 +77,22 @@ def main() -> None:
     free = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
     rates: dict[str, list[tuple[float, ...]]] = {}
     for _ in range(1 if options.quick else options.rounds):
-        for others in (0, options.busy):
-            with busy(others):
+        for busy_count in (0, options.busy):
+            with busy(busy_count):
                 for name, setting in SETTINGS.items():
                     command = [sys.executable, "-c", CHILD, str(options.pair.resolve()), name]
-                    place: dict[str, Any] = {"cwd": Path(__file__).parent, "env": free | setting}
-                    said = subprocess.check_output(command, text=True, **place)
-                    measured = tuple(map(float, said.splitlines()[-1].split()))
-                    rates.setdefault(f"{name}, {others} busy", []).append(measured)
-    found = {}
+                    settings: dict[str, Any] = {"cwd": Path(__file__).parent, "env": free | setting}
+                    output = subprocess.check_output(command, text=True, **settings)
+                    measured = tuple(map(float, output.splitlines()[-1].split()))
+                    rates.setdefault(f"{name}, {busy_count} busy", []).append(measured)
+    results = {}
     reference = [statistics.median(column) for column in zip(*rates["default, 0 busy"], strict=True)]
     for name, series in rates.items():
         decoding, training = (statistics.median(column) for column in zip(*series, strict=True))
-        found[name] = {"decoding": decoding, "training": training}
+        results[name] = {"decoding": decoding, "training": training}
         shares = f"{decoding / reference[0]:6.1%} {training / reference[1]:6.1%}"
         print(f"{name:22} {decoding:8.0f} {training:8.0f} tokens/s   {shares}")
-    finish({"tokens_per_sec": found})
+    finish({"tokens_per_sec": results})
 
 
 if __name__ == "__main__":

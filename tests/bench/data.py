@@ -51,14 +51,14 @@ def defaults(folder: Path) -> tuple[Path, Path]:
 def raw_tokenizers(tokenizer: Any, folder: Path, texts: list[str]) -> dict[str, Callable[[], int]]:
     """Return functions that tokenise the texts on all cores and return the number of tokens."""
     encode = tokenizer.backend_tokenizer.encode_batch_fast
-    ways = {"tokenizers": lambda: sum(len(e.ids) for e in encode(texts, add_special_tokens=False))}
+    tokenizers = {"tokenizers": lambda: sum(len(e.ids) for e in encode(texts, add_special_tokens=False))}
     model = folder / "tokenizer.model"
     if model.is_file():
         import sentencepiece
 
         processor = sentencepiece.SentencePieceProcessor(model_file=str(model))
-        ways["sentencepiece"] = lambda: sum(map(len, processor.encode(texts, num_threads=os.cpu_count())))
-    return ways
+        tokenizers["sentencepiece"] = lambda: sum(map(len, processor.encode(texts, num_threads=os.cpu_count())))
+    return tokenizers
 
 
 def repeated(corpus: Path, times: int) -> Iterator[Conversation]:
@@ -79,10 +79,10 @@ def throughput(corpus: Path, tokenizer: Any, tokenizer_folder: Path, folder: Pat
         data = prepare(read_conversations(str(file)), tokenizer, TEMPLATE, BLOCK, folder / "prepared", source={})
         return int(data.manifest["tokens"])
 
-    ways = raw_tokenizers(tokenizer, tokenizer_folder, texts)
-    fastest, ratios, rates = against_tokenizers(ways, "prepare", prepared, 3 if quick else 9)
-    found = {"prepare_vs_tokenizer": ratios["time"], "fastest_tokenizer": fastest, "mtok_per_sec": rates}
-    return found | {"corpus_mb": file.stat().st_size / 1e6}
+    tokenizers = raw_tokenizers(tokenizer, tokenizer_folder, texts)
+    fastest, ratios, rates = against_tokenizers(tokenizers, "prepare", prepared, 3 if quick else 9)
+    results = {"prepare_vs_tokenizer": ratios["time"], "fastest_tokenizer": fastest, "mtok_per_sec": rates}
+    return results | {"corpus_mb": file.stat().st_size / 1e6}
 
 
 def limited(corpus: Path, tokenizer_folder: Path, megabytes: int, folder: Path) -> dict[str, Any]:
@@ -93,10 +93,10 @@ def limited(corpus: Path, tokenizer_folder: Path, megabytes: int, folder: Path) 
     start = time.perf_counter()
     small = {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2"}  # the limit includes the stacks and heaps of threads
     arguments = (megabytes, str(file), str(tokenizer_folder), str(folder / "large"))
-    found: dict[str, Any] = own_process("children.prepare_limited", *arguments, environment=small)
-    found |= {"corpus_mb": file.stat().st_size / 1e6, "limit_mb": megabytes, "seconds": time.perf_counter() - start}
+    results: dict[str, Any] = own_process("children.prepare_limited", *arguments, environment=small)
+    results |= {"corpus_mb": file.stat().st_size / 1e6, "limit_mb": megabytes, "seconds": time.perf_counter() - start}
     file.unlink()
-    return found
+    return results
 
 
 def training(corpus: Path, tokenizer: Any, folder: Path, quick: bool) -> dict[str, Any]:
@@ -117,7 +117,7 @@ def training(corpus: Path, tokenizer: Any, folder: Path, quick: bool) -> dict[st
         return int((batch.documents_BT >= 0).sum())
 
     times = in_turns({name: partial(step, name) for name in queues}, batches)
-    rates = {name: 1 / statistics.median(each.wall / each.result for each in times[name]) for name in times}
+    rates = {name: 1 / statistics.median(run.wall / run.result for run in times[name]) for name in times}
     for name, rate in rates.items():
         print(f"training on {name:9s} {rate:8.0f} tokens/s")
     return {"tokens_per_sec": rates, "packed_vs_padded": rates["best-fit"] / rates["pad"]}

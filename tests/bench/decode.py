@@ -42,7 +42,7 @@ def rows(gamma: int) -> dict[str, tuple[str, dict[str, Any], Sampling]]:
         "medusa": {"tree": "2x1"}, "slim-ss": {}, "slim-s": {"num_sequences": 4}, "slim-l": {},
         "mjsd": {"num_beams": 4},
     }  # fmt: skip
-    greedy = {name: (name, given, Sampling()) for name, given in options.items()}
+    greedy = {name: (name, settings, Sampling()) for name, settings in options.items()}
     return greedy | {f"{name} T=1": (name, options[name], Sampling(1.0)) for name in list(options)[:3]}
 
 
@@ -64,23 +64,23 @@ def published(target: Any, drafter: Any, gamma: int) -> Job:
         start = time.perf_counter()
         ids = torch.tensor([list(prompt)])
         caches = DynamicCache(config=target.config), DynamicCache(config=drafter.config)
-        done = False
-        while not done:
+        finished = False
+        while not finished:
             drafted = ids
             for _ in range(gamma):
-                seen = caches[1].get_seq_length()
-                logits = drafter(drafted[:, seen:], past_key_values=caches[1], use_cache=True).logits
+                cached = caches[1].get_seq_length()
+                logits = drafter(drafted[:, cached:], past_key_values=caches[1], use_cache=True).logits
                 drafted = torch.cat((drafted, logits[:, -1:].argmax(-1)), 1)
-            seen = caches[0].get_seq_length()
-            logits = target(drafted[:, seen:], past_key_values=caches[0], use_cache=True).logits
+            cached = caches[0].get_seq_length()
+            logits = target(drafted[:, cached:], past_key_values=caches[0], use_cache=True).logits
             best = logits[:, -gamma - 1 :].argmax(-1)
             accepted = 0
             while accepted < gamma and bool(drafted[0, ids.shape[1] + accepted] == best[0, accepted]):
                 accepted += 1
             new = [*drafted[0, ids.shape[1] : ids.shape[1] + accepted].tolist(), int(best[0, accepted])]
-            for place, token in enumerate(new):
-                if token in limits.stop_ids or ids.shape[1] + place + 1 - len(prompt) == limits.max_new_tokens:
-                    new, done = new[: place + 1], True
+            for index, token in enumerate(new):
+                if token in limits.stop_ids or ids.shape[1] + index + 1 - len(prompt) == limits.max_new_tokens:
+                    new, finished = new[: index + 1], True
                     break
             ids = torch.cat((ids, torch.tensor([new])), 1)
             for cache in caches:
@@ -127,7 +127,7 @@ class IdleHeads:
 def host_microseconds(vocab_size: int, table: BigramTable | None, gamma: int, tokens: int) -> dict[str, float]:
     """Return the median step time in microseconds by label, with models that compute nothing."""
     parts = Parts(Idle(vocab_size), IdleHeads(vocab_size), table)
-    found = {}
+    microseconds = {}
     for label, (name, options, sampling) in rows(gamma).items():
         profile = StepProfile()
         method = build_method(name, parts, sampling, **options)
@@ -136,8 +136,8 @@ def host_microseconds(vocab_size: int, table: BigramTable | None, gamma: int, to
         ):
             pass
         summary = profile.summary()
-        found[label] = summary["step"] - summary["host"]
-    return found
+        microseconds[label] = summary["step"] - summary["host"]
+    return microseconds
 
 
 @torch.inference_mode()
@@ -151,13 +151,13 @@ def prune_share(target: LanguageModel, heads: Any, table: BigramTable | None, ru
     root_B1 = torch.randint(target.vocab_size, (1, 1), generator=generator)
     logits_BKV = heads(torch.randn(1, target.hidden_size, generator=generator)).float()
     top = logits_BKV.topk(10, -1)
-    given = (root_B1, top.indices, top.values - logits_BKV.logsumexp(-1, keepdim=True))
+    inputs = (root_B1, top.indices, top.values - logits_BKV.logsumexp(-1, keepdim=True))
     cache = target.new_cache(1, 130)
     cache.set_lengths([128])
     jobs: dict[str, Callable[[], Any]] = {
         "forward": lambda: [target.logits(target.extend(cache, root_B1)) for _ in range(20)],
-        "search": lambda: [proposer.search(*given) for _ in range(20)],
-        "prune": lambda: [proposer.prune(*given) for _ in range(20)],
+        "search": lambda: [proposer.search(*inputs) for _ in range(20)],
+        "prune": lambda: [proposer.prune(*inputs) for _ in range(20)],
     }
     seconds = medians(in_turns(jobs, runs))
     return seconds["search"] / seconds["forward"], seconds["prune"] / seconds["forward"]
@@ -181,25 +181,25 @@ def bench_pair(arguments: argparse.Namespace) -> dict[str, Any]:
     jobs["transformers assisted"] = assisted(pair.target_model, pair.drafter_model, gamma)
     jobs["published"] = published(pair.target_model, pair.drafter_model, gamma)
     runs = interleaved(jobs, prompts, limits, quick)
-    found = {label: row_of(runs[label]) for label in jobs}
+    results = {label: row_of(runs[label]) for label in jobs}
     for label, (kind, options, sampling) in measured.items():
         profile = profile_steps(target, parts, Entry(label, kind, options, sampling), prompts, limits)
-        found[label]["efficiency"] = statistics.median(profile.shares)
-        found[label]["tokens_per_step"] = total(run[0].tally for run in runs[label]).metrics()["tokens_per_step"]
-    for label, row in found.items():
-        base = found["autoregressive T=1" if label.endswith("T=1") else "autoregressive"]
+        results[label]["efficiency"] = statistics.median(profile.shares)
+        results[label]["tokens_per_step"] = total(run[0].tally for run in runs[label]).metrics()["tokens_per_step"]
+    for label, row in results.items():
+        base = results["autoregressive T=1" if label.endswith("T=1") else "autoregressive"]
         row["speedup"] = row["tokens_per_second"] / base["tokens_per_second"]
     exact = [label for label in jobs if not label.endswith("T=1") and label != "mjsd"]
-    same = sum(len({tuple(runs[label][place][0].ids) for label in exact}) == 1 for place in range(len(prompts)))
-    print(f"{len(prompts)} prompts, {limits.max_new_tokens} new tokens, gamma {gamma}; same greedy tokens on {same}")
-    print_rows(found)
+    equal = sum(len({tuple(runs[label][number][0].ids) for label in exact}) == 1 for number in range(len(prompts)))
+    print(f"{len(prompts)} prompts, {limits.max_new_tokens} new tokens, gamma {gamma}; same greedy tokens on {equal}")
+    print_rows(results)
     host = host_microseconds(target.vocab_size, parts.table, gamma, 200 if quick else 2000)
     print("host per step: " + ", ".join(f"{label} {value:.0f} us" for label, value in host.items()))
     share, with_tree = prune_share(target, parts.heads, parts.table, 5 if quick else 50)
     print(f"slim: top 40 of 4 x 10 candidates {share:.1%} of a target forward, {with_tree:.1%} with the tree")
 
     def by_label(key: str) -> dict[str, float]:
-        return {label: row[key] for label, row in found.items() if key in row}
+        return {label: row[key] for label, row in results.items() if key in row}
 
     speeds = by_label("tokens_per_second")
     return {
@@ -211,7 +211,7 @@ def bench_pair(arguments: argparse.Namespace) -> dict[str, Any]:
         "host_us_per_step_by_method": host,
         "slim_prune_share": share,
         "slim_prune_and_tree_share": with_tree,
-        "same_tokens_prompts": same,
+        "same_tokens_prompts": equal,
         "prompts": len(prompts),
     }
 
@@ -223,9 +223,9 @@ def interleaved(
         job(prompts[0], Limits(8, limits.stop_ids))
     runs: dict[str, list[list[Decoded]]] = {label: [[] for _ in prompts] for label in jobs}
     for _ in range(2 if quick else 3):
-        for place, prompt in enumerate(prompts):
+        for number, prompt in enumerate(prompts):
             for label, job in jobs.items():
-                runs[label][place].append(job(prompt, limits))
+                runs[label][number].append(job(prompt, limits))
     return runs
 
 
@@ -234,10 +234,10 @@ def row_of(runs: list[list[Decoded]]) -> dict[str, Any]:
     return {"tokens_per_second": sum(len(run[0].ids) for run in runs) / seconds}
 
 
-def print_rows(found: dict[str, dict[str, Any]]) -> None:
+def print_rows(results: dict[str, dict[str, Any]]) -> None:
     columns = {"tokens_per_second": "9.1f", "tokens_per_step": "13.2f", "speedup": "9.2f", "efficiency": "12.2f"}
     print(f"{'':24s} tokens/s  tokens/step  speedup  efficiency")
-    for label, row in found.items():
+    for label, row in results.items():
         cells = [f"{row[key]:{form}}" if key in row else " " * int(float(form[:-1])) for key, form in columns.items()]
         print(f"{label:24s}{''.join(cells)}")
 

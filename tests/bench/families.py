@@ -64,14 +64,14 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def build(kind: str, more: dict[str, Any]) -> Any:
+def build(kind: str, overrides: dict[str, Any]) -> Any:
     """Return a tiny random model, or the reason why its family is not supported."""
-    whole = AutoConfig.for_model(kind)
-    if not more and kind not in MORE and (fault := family_fault(whole)):
+    default_config = AutoConfig.for_model(kind)
+    if not overrides and kind not in MORE and (fault := family_fault(default_config)):
         return fault
-    fields = whole.to_dict()
+    fields = default_config.to_dict()
     small = {name: size for size, names in SIZES.items() for name in names.split() if fields.get(name) is not None}
-    small |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2} | MORE.get(kind, {}) | more
+    small |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2} | MORE.get(kind, {}) | overrides
     if fields.get("layer_types"):
         small.setdefault("layer_types", (list(dict.fromkeys(fields["layer_types"])) * 2)[:2])
     config = AutoConfig.for_model(kind, **small)
@@ -89,47 +89,47 @@ def build(kind: str, more: dict[str, Any]) -> Any:
     return model
 
 
-def try_family(kind: str, more: dict[str, Any]) -> tuple[dict[str, bool], str]:
+def try_family(kind: str, overrides: dict[str, Any]) -> tuple[dict[str, bool], str]:
     """Return whether loading, training, decoding and exporting work, and the first reason for a failure."""
-    done = {"loads": False, "trains": False, "chains": False, "trees": False, "exports": False}
+    works = {"loads": False, "trains": False, "chains": False, "trees": False, "exports": False}
     try:
-        model = build(kind, more)
+        model = build(kind, overrides)
     except UNLOADABLE as error:
         return {}, f"not built: {' '.join(str(error).split())[:90]}"
     try:
         if isinstance(model, str):
-            return done, model
+            return works, model
         target = wrap_model(model)
     except ValueError as error:
-        return done, str(error)
-    done["loads"], why = True, target.tree_fault or ""
+        return works, str(error)
+    works["loads"], reason = True, target.tree_fault or ""
     draws = torch.Generator().manual_seed(3)
     prompts = [torch.randint(5, VOCAB, (count,), generator=draws).tolist() for count in (20, 9)]
-    wanted = []
+    expected = []
     for prompt in prompts:
-        found = model.generate(torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False)[0].tolist()
-        wanted.append(found[1:] if model.config.is_encoder_decoder else found[len(prompt) :])
-    other, sampling = copy.deepcopy(model).requires_grad_(False), Sampling()
-    for weight in other.parameters():
+        output = model.generate(torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False)[0].tolist()
+        expected.append(output[1:] if model.config.is_encoder_decoder else output[len(prompt) :])
+    drafter, sampling = copy.deepcopy(model).requires_grad_(False), Sampling()
+    for weight in drafter.parameters():
         weight.add_(torch.randn(weight.shape, generator=draws) * 0.02)
-    parts = Parts(wrap_model(other, check=False))
+    parts = Parts(wrap_model(drafter, check=False))
     for column, name in (("chains", "speculative"), ("trees", "multi-candidate")):
         if column == "chains" or target.tree_fault is None:
             method = build_method(name, parts, sampling)
             texts = decode_texts(target, *method, prompts, Limits(NEW), sampling, Rng.for_rows(0, len(prompts)))
-            done[column] = texts == wanted
-            why = why or ("" if done[column] else f"{name} decoding differs from generate")
+            works[column] = texts == expected
+            reason = reason or ("" if works[column] else f"{name} decoding differs from generate")
     try:
         make_forward(model)
-        done["trains"] = True
+        works["trains"] = True
     except UNLOADABLE as error:
-        why = why or str(error)
+        reason = reason or str(error)
     try:
         export(model)
-        done["exports"] = True
+        works["exports"] = True
     except UNLOADABLE as error:
-        why = why or f"not exported: {error}"
-    return done, why
+        reason = reason or f"not exported: {error}"
+    return works, reason
 
 
 def export(model: Any) -> None:
@@ -144,21 +144,21 @@ def main() -> None:
     """Print the table, the reasons and the counts."""
     arguments = parser_of(__doc__, "check only the first ten families").parse_args()
     torch.set_num_threads(1)
-    known = sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *ENCODER_DECODERS})
-    rows = {kind: (kind, dict[str, Any]()) for kind in known} | VARIANTS
+    families = sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *ENCODER_DECODERS})
+    rows = {kind: (kind, dict[str, Any]()) for kind in families} | VARIANTS
     reasons, counts = defaultdict(list), defaultdict(int)
     print("| family | loads | trains | chains | trees | exports |\n|---|---|---|---|---|---|")
-    for name, (kind, more) in sorted(rows.items())[: 10 if arguments.quick else None]:
+    for name, (kind, overrides) in sorted(rows.items())[: 10 if arguments.quick else None]:
         with silence_transformers(), warnings.catch_warnings(action="ignore"):
-            done, why = try_family(kind, more)
-        reasons[re.sub(r" \(relative RMS difference.*", "", why.replace(repr(kind), "…"))].append(name)
-        counts["families"] += bool(done)
-        if done:
-            print(f"| {name} | {' | '.join('yes' if ok else 'no' for ok in done.values())} |", flush=True)
-        for column, ok in done.items():
+            works, reason = try_family(kind, overrides)
+        reasons[re.sub(r" \(relative RMS difference.*", "", reason.replace(repr(kind), "…"))].append(name)
+        counts["families"] += bool(works)
+        if works:
+            print(f"| {name} | {' | '.join('yes' if ok else 'no' for ok in works.values())} |", flush=True)
+        for column, ok in works.items():
             counts[column] += ok
-    for why, names in sorted(reasons.items()):
-        print(f"- {', '.join(names)}: {why}" if why else "")
+    for reason, names in sorted(reasons.items()):
+        print(f"- {', '.join(names)}: {reason}" if reason else "")
     finish(dict(counts))
 
 

@@ -38,7 +38,7 @@ def rates(dtype: torch.dtype, runs: int) -> tuple[float, float]:
     left, right = torch.ones(PROMPT, 4096, dtype=dtype), torch.ones(4096, 4096, dtype=dtype)
     jobs = {"read": memory.sum, "product": lambda: left @ right}
     seconds = in_turns(jobs, runs, warm=2)
-    best = {name: min(one.wall for one in each) for name, each in seconds.items()}
+    best = {name: min(run.wall for run in series) for name, series in seconds.items()}
     return memory.numel() * 4 / best["read"], 2.0 * PROMPT * right.numel() / best["product"]
 
 
@@ -49,7 +49,7 @@ def of_format(folder: str, name: str, runs: int, context: int, numbers: Sequence
     dtype, width = model.dtype, 1 if name == "int8" else model.dtype.itemsize
     shape = meta_model(model.config)
     output = shape.get_output_embeddings().weight
-    weights = output.numel() + sum(each.numel() for each in shape.get_decoder().layers.parameters())
+    weights = output.numel() + sum(weight.numel() for weight in shape.get_decoder().layers.parameters())
     wrapped = wrap_model(model.requires_grad_(False))
     bandwidth, peak = rates(torch.float32 if numbers else dtype, runs)
     tokens = torch.randint(0, wrapped.vocab_size, (1, context + max(ROWS)))
@@ -61,27 +61,27 @@ def of_format(folder: str, name: str, runs: int, context: int, numbers: Sequence
     batch = wrapped.new_cache(BATCH, max(spread) + 1)
     roots = torch.randint(0, wrapped.vocab_size, (BATCH, 1))
     prompt = torch.randint(0, wrapped.vocab_size, (1, PROMPT))
-    whole = wrapped.new_cache(1, PROMPT)
+    prompt_cache = wrapped.new_cache(1, PROMPT)
 
-    def few(rows: int) -> None:
+    def run_chain(rows: int) -> None:
         wrapped.logits(wrapped.extend(cache, tokens[:, context : context + rows], Tree.chain(rows - 1)))
 
-    def many(lengths: list[int]) -> None:
+    def run_batch(lengths: list[int]) -> None:
         batch.set_lengths(lengths)
         wrapped.logits(wrapped.extend(batch, roots))
 
-    def read() -> None:
-        whole.set_lengths([0])
-        wrapped.logits(wrapped.extend(whole, prompt)[:, -1])
+    def run_prefill() -> None:
+        prompt_cache.set_lengths([0])
+        wrapped.logits(wrapped.extend(prompt_cache, prompt)[:, -1])
 
-    jobs: dict[Any, Any] = {rows: partial(few, rows) for rows in numbers or ROWS}
+    jobs: dict[Any, Any] = {rows: partial(run_chain, rows) for rows in numbers or ROWS}
     if not numbers:
-        jobs |= {kind: partial(many, lengths) for kind, lengths in caches.items()} | {"prompt": read}
+        jobs |= {kind: partial(run_batch, lengths) for kind, lengths in caches.items()} | {"prompt": run_prefill}
     seconds = medians(in_turns(jobs, runs, warm=3))
     floor = weights * width / bandwidth
-    work = 2.0 * PROMPT * sum(each.numel() for each in model.get_decoder().layers.parameters())
+    work = 2.0 * PROMPT * sum(weight.numel() for weight in model.get_decoder().layers.parameters())
     milliseconds = {rows: 1e3 * seconds[rows] for rows in numbers or ROWS}
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "bandwidth_gb_per_sec": bandwidth / 1e9,
         "floor_ms": 1e3 * floor,
         "forward_ms": milliseconds,
@@ -93,26 +93,26 @@ def of_format(folder: str, name: str, runs: int, context: int, numbers: Sequence
         ratio = value / next(iter(milliseconds.values()))
         print(f"{rows:>4} {value:>8.1f} {value / floor / 1e3:>7.2f} {ratio:>6.2f}")
     if not numbers:
-        found["ragged_share"] = seconds["even"] / seconds["ragged"]
-        found["prefill_tokens_per_sec"] = PROMPT / seconds["prompt"]
-        found["prefill_share_of_peak"] = work / seconds["prompt"] / peak
-        print(f"ragged {found['ragged_share']:.2f}, prefill {found['prefill_tokens_per_sec']:.0f} tokens/s", end=", ")
-        print(f"{found['prefill_share_of_peak']:.2f} of the peak")
-    return found
+        result["ragged_share"] = seconds["even"] / seconds["ragged"]
+        result["prefill_tokens_per_sec"] = PROMPT / seconds["prompt"]
+        result["prefill_share_of_peak"] = work / seconds["prompt"] / peak
+        print(f"ragged {result['ragged_share']:.2f}, prefill {result['prefill_tokens_per_sec']:.0f} tokens/s", end=", ")
+        print(f"{result['prefill_share_of_peak']:.2f} of the peak")
+    return result
 
 
 def startup() -> dict[str, float]:
     """Return the seconds of each command in `COMMANDS`, the best of three runs."""
-    found = {}
+    seconds = {}
     for command in COMMANDS:
         times = []
         for _ in range(3):
-            began = time.perf_counter()
+            start = time.perf_counter()
             subprocess.run([sys.executable, "-m", "draftsmith", *command.split()], check=True, capture_output=True)
-            times.append(time.perf_counter() - began)
-        found[command] = min(times)
-        print(f"{command:20} {found[command]:.2f} s")
-    return found
+            times.append(time.perf_counter() - start)
+        seconds[command] = min(times)
+        print(f"{command:20} {seconds[command]:.2f} s")
+    return seconds
 
 
 def main() -> None:

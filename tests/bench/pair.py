@@ -19,19 +19,19 @@ from transformers import GenerationConfig
 
 def recipe_of_pair(folder: Path) -> QuickstartRecipe:
     """Return the recipe of a finished quickstart, with its paths resolved to the folder."""
-    found = parse_recipe(read_recipe(folder / "quickstart.yaml"), "quickstart")
-    assert isinstance(found, QuickstartRecipe)
-    return resolve(found.model_copy(update={"out": str(folder)}))
+    recipe = parse_recipe(read_recipe(folder / "quickstart.yaml"), "quickstart")
+    assert isinstance(recipe, QuickstartRecipe)
+    return resolve(recipe.model_copy(update={"out": str(folder)}))
 
 
 def on_pair(recipe: EvaluateRecipe, folder: Path, **changes: Any) -> EvaluateRecipe:
     """Return the evaluation recipe with the models, prompts and template of a pair."""
-    asked = recipe_of_pair(folder).evaluate
-    own = {part: str(folder / part) for part in ("target", "drafter", "heads", "table")}
-    own |= {"prompts": asked.prompts, "template": asked.template, "dtype": "auto", "device_map": None}
-    own |= {"more_drafters": [], "prompts_path": None, "groups": []}
-    own["max_prompt_tokens"] = min(recipe.max_prompt_tokens, 512)
-    return EvaluateRecipe.model_validate(recipe.model_dump() | own | changes)
+    evaluation = recipe_of_pair(folder).evaluate
+    settings = {part: str(folder / part) for part in ("target", "drafter", "heads", "table")}
+    settings |= {"prompts": evaluation.prompts, "template": evaluation.template, "dtype": "auto", "device_map": None}
+    settings |= {"more_drafters": [], "prompts_path": None, "groups": []}
+    settings["max_prompt_tokens"] = min(recipe.max_prompt_tokens, 512)
+    return EvaluateRecipe.model_validate(recipe.model_dump() | settings | changes)
 
 
 class Pair:
@@ -42,11 +42,11 @@ class Pair:
             raise SystemExit(f"no trained pair at {folder}: run `make quickstart` first")
         self.folder = folder
         self.tokenizer = load_tokenizer(str(folder / "target"))
-        asked = self.recipes.evaluate
-        template = get_template(asked.template, self.tokenizer, asked.template_options)
+        evaluation = self.recipes.evaluate
+        template = get_template(evaluation.template, self.tokenizer, evaluation.template_options)
         self.stop = end_ids(self.tokenizer, template, GenerationConfig.from_pretrained(folder / "target"))
-        sizes = prompts, asked.max_prompt_tokens
-        self.prompts = [ids for _, ids in load_prompts(asked.prompts, template, self.tokenizer, *sizes)]
+        sizes = prompts, evaluation.max_prompt_tokens
+        self.prompts = [ids for _, ids in load_prompts(evaluation.prompts, template, self.tokenizer, *sizes)]
 
     @cached_property
     def recipes(self) -> Any:

@@ -261,8 +261,8 @@ def recipe_for(name: str, folder: Path, options: Any, **changes: Any) -> Evaluat
     """Return a shipped recipe for the pair at small size, without rows that need more heads than the pair has."""
     recipe = load_recipe(f"evaluate/{name}", kinds=["evaluate"])
     assert isinstance(recipe, EvaluateRecipe)
-    first = folder / "drafter-stage1"
-    drafters = [first if first.is_dir() else folder / "drafter", folder / "drafter", folder / "target"]
+    undistilled = folder / "drafter-stage1"
+    drafters = [undistilled if undistilled.is_dir() else folder / "drafter", folder / "drafter", folder / "target"]
     heads = recipe_of_pair(folder).heads.num_heads
 
     def depth(row: Any) -> int:
@@ -271,11 +271,11 @@ def recipe_for(name: str, folder: Path, options: Any, **changes: Any) -> Evaluat
 
     sizes = {"limit": options.limit, "max_new_tokens": options.tokens, "compare_with_transformers": False}
     sizes |= SAMPLED if name.startswith("slim/") else {}
-    kept = [row for row in recipe.methods if recipe.heads is None or depth(row) <= heads]
-    more = {"out": str(folder / "papers" / f"{name}.json"), "energy": "off", "methods": kept}
+    rows = [row for row in recipe.methods if recipe.heads is None or depth(row) <= heads]
+    settings = {"out": str(folder / "papers" / f"{name}.json"), "energy": "off", "methods": rows}
     if recipe.drafter is not None:
-        more |= {"drafter": str(drafters[0]), "more_drafters": [*map(str, drafters[1:])]}
-    return on_pair(recipe, folder, **more | sizes | changes)
+        settings |= {"drafter": str(drafters[0]), "more_drafters": [*map(str, drafters[1:])]}
+    return on_pair(recipe, folder, **settings | sizes | changes)
 
 
 def results_of(name: str, folder: Path, options: Any) -> dict[str, Any]:
@@ -286,7 +286,7 @@ def results_of(name: str, folder: Path, options: Any) -> dict[str, Any]:
         recipe = recipe.model_copy(update=sizes)
         runs = measure_energy(wrap_model(load_target(recipe)), recipe)["rows"]
         numbers = ({key: np.array([value]) for key, value in row.items() if isinstance(value, float)} for row in runs)
-        return {f"batch {row['batch']}": SimpleNamespace(**each) for row, each in zip(runs, numbers, strict=True)}
+        return {f"batch {row['batch']}": SimpleNamespace(**metrics) for row, metrics in zip(runs, numbers, strict=True)}
     rows = evaluate_once(recipe_for(name, folder, options))["methods"]
     if name == "slim/saturation":
         for size in (5, 50):
@@ -310,11 +310,11 @@ def partial_table(folder: Path, limit: int) -> Path:
 def judge(predicate: Predicate, rows: Rows) -> str:
     """Return "held", "not held" or "noise" for a claim on resampled rows, or "not measured"."""
     try:
-        held = np.asarray(predicate(rows), dtype=bool)
+        holds = np.asarray(predicate(rows), dtype=bool)
     except (KeyError, AttributeError):
         return "not measured"
-    share = held[1:].mean() if len(held) > 1 else held.mean()
-    return "held" if held[0] and share >= 0.95 else "not held" if not held[0] and share <= 0.05 else "noise"
+    share = holds[1:].mean() if len(holds) > 1 else holds.mean()
+    return "held" if holds[0] and share >= 0.95 else "not held" if not holds[0] and share <= 0.05 else "noise"
 
 
 def main() -> None:
@@ -324,20 +324,20 @@ def main() -> None:
     options = parser.parse_args()
     if options.quick:
         options.limit, options.tokens = 2, 8
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for name in options.only:
         rows = results_of(name, options.pair, options)
-        verdicts = {says: judge(predicate, rows) for says, predicate in CLAIMS[name].items()}
+        verdicts = {claim: judge(predicate, rows) for claim, predicate in CLAIMS[name].items()}
         points = {label: {key: round(float(value[0]), 6) for key, value in vars(row).items()}
                   for label, row in rows.items()}  # fmt: skip
-        found[name] = {"claims": verdicts, "rows": points}
-        print(f"\n{name}", *(f"  {verdict:12s} {says}" for says, verdict in verdicts.items()), sep="\n", flush=True)
-    statuses = [status for each in found.values() for status in each["claims"].values()]
+        results[name] = {"claims": verdicts, "rows": points}
+        print(f"\n{name}", *(f"  {verdict:12s} {claim}" for claim, verdict in verdicts.items()), sep="\n", flush=True)
+    statuses = [status for result in results.values() for status in result["claims"].values()]
     counts = {status: statuses.count(status) for status in dict.fromkeys(statuses)}
     print(f"\n{len(statuses)} claims: {', '.join(f'{count} {status}' for status, count in counts.items())}")
     if options.out:
-        written = json.dumps({"counts": counts, "recipes": found}, indent=1, ensure_ascii=False)
-        atomic_text(options.out, written.replace("NaN", "null") + "\n")
+        text = json.dumps({"counts": counts, "recipes": results}, indent=1, ensure_ascii=False)
+        atomic_text(options.out, text.replace("NaN", "null") + "\n")
     finish({"counts": counts})
 
 

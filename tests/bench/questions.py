@@ -42,19 +42,19 @@ def loaded(path: Path) -> Any:
 def first(conversations: Any, speaker: str) -> list[str]:
     """Return the speaker's first turn in each conversation, if there is one."""
     turns = ([turn["value"] for turn in row["conversations"] if turn["from"] == speaker] for row in conversations)
-    return [each[0] for each in turns if each]
+    return [values[0] for values in turns if values]
 
 
 def with_passages(pairs: Sequence[tuple[str, str]], count: int, rng: random.Random) -> list[str]:
     """Return up to `count` questions, each preceded by its own answer and the three most similar ones."""
-    words = [set(re.findall(r"[a-z]{5,}", answer.lower())) for _, answer in pairs]
-    found = []
+    terms = [set(re.findall(r"[a-z]{5,}", answer.lower())) for _, answer in pairs]
+    questions = []
     for chosen in rng.sample(range(len(pairs)), min(count, len(pairs))):
-        near = sorted(range(len(pairs)), key=lambda other: -len(words[other] & words[chosen]) / (len(words[other]) + 9))
-        passages = [pairs[other][1].replace("\n", " ")[:700] for other in near[:4]]
+        best = sorted(range(len(pairs)), key=lambda other: -len(terms[other] & terms[chosen]) / (len(terms[other]) + 9))
+        passages = [pairs[other][1].replace("\n", " ")[:700] for other in best[:4]]
         rng.shuffle(passages)
-        found.append("\n".join([*passages, pairs[chosen][0]]))
-    return found
+        questions.append("\n".join([*passages, pairs[chosen][0]]))
+    return questions
 
 
 def problem(rng: random.Random) -> str:
@@ -92,8 +92,8 @@ def main() -> None:
     rng, chosen = random.Random(0), []
     for kind, texts in collect(args.limit, rng).items():
         fitting = sorted({text.strip() for text in texts if 10 < len(text.strip()) < LONGEST})
-        wanted = round(args.limit * SHARES[kind])
-        chosen += [(kind, text) for text in rng.sample(fitting, min(wanted, len(fitting)))]
+        count = round(args.limit * SHARES[kind])
+        chosen += [(kind, text) for text in rng.sample(fitting, min(count, len(fitting)))]
     rng.shuffle(chosen)
     with args.out.open("w", encoding="utf-8") as file:
         for number, (kind, text) in enumerate(chosen):

@@ -88,51 +88,51 @@ IN_GROUPS = ("prompts", "tokens_per_step", "acceptance_by_depth", "speedup", "sp
 BRIEF = ("tokens_per_step", "speedup", "speedup_interval", "tokens_per_second")
 
 
-def recipe_of(options: argparse.Namespace, temperature: float, methods: list[dict[str, Any]], **more: Any) -> Any:
+def recipe_of(options: argparse.Namespace, temperature: float, methods: list[dict[str, Any]], **changes: Any) -> Any:
     """Return the recipe that evaluates the pair on the chosen prompts at one temperature."""
     out = options.work / f"{title_of(options, temperature)}.json"
     values = {"kind": "evaluate", "out": str(out), "target": "", "prompts": ""}
-    first = EvaluateRecipe.model_validate(values | {"methods": methods})
-    asked: dict[str, Any] = {"prompts": str(options.prompts)}
+    recipe = EvaluateRecipe.model_validate(values | {"methods": methods})
+    settings: dict[str, Any] = {"prompts": str(options.prompts)}
     if "spec_bench" in options.prompts.name:
-        asked = {"prompts": "spec-bench", "prompts_path": str(options.prompts)}  # interleaves the groups
-    asked |= {"groups": options.groups, "limit": options.limit, "max_prompt_tokens": options.prompt_tokens}
-    asked |= {"max_new_tokens": options.tokens, "repeats": options.repeats, "temperature": temperature}
-    asked |= {
+        settings = {"prompts": "spec-bench", "prompts_path": str(options.prompts)}  # interleaves the groups
+    settings |= {"groups": options.groups, "limit": options.limit, "max_prompt_tokens": options.prompt_tokens}
+    settings |= {"max_new_tokens": options.tokens, "repeats": options.repeats, "temperature": temperature}
+    settings |= {
         "compare_with_transformers": not options.alone,
         "energy": "off",
         "drafter_dtype": options.drafter_dtype,
         "dtype": options.dtype,
     }
     if (eagle := options.pair / "eagle").is_dir():
-        asked |= {"more_drafters": [str(eagle)]}
-    return on_pair(first, options.pair, **asked | more)
+        settings |= {"more_drafters": [str(eagle)]}
+    return on_pair(recipe, options.pair, **settings | changes)
 
 
 def title_of(options: argparse.Namespace, temperature: float) -> str:
     """Return the title of results: the temperature, and the dtypes of target and drafters if not the default."""
-    known = None if options.dtype == "auto" else f"target {options.dtype}"
-    return ", ".join(filter(None, [f"T={temperature:g}", known, options.drafter_dtype]))
+    target_dtype = None if options.dtype == "auto" else f"target {options.dtype}"
+    return ", ".join(filter(None, [f"T={temperature:g}", target_dtype, options.drafter_dtype]))
 
 
 def rows_of(chosen: Sequence[str], folder: Path) -> list[dict[str, Any]]:
     """Return the baseline and the rows of a pair whose labels match one of the patterns (default: all)."""
-    known = [(name, {}) for name, method in METHODS.items() if method.lossless or name == "mjsd"] + MORE
-    known = [row for row in known if row[0] != BASELINE["method"]]
+    entries = [(name, {}) for name, method in METHODS.items() if method.lossless or name == "mjsd"] + MORE
+    entries = [row for row in entries if row[0] != BASELINE["method"]]
     if mask_token(load_config(str(folder / "drafter"))) is not None:
-        known += OF_PARALLEL
+        entries += OF_PARALLEL
     rows: list[tuple[str, str, dict[str, Any]]] = [
         (" ".join([name, *(key if value is True else str(value) for key, value in options.items())]), name, options)
-        for name, options in known
+        for name, options in entries
     ]
     if (folder / "eagle").is_dir():
-        more = [(" ".join([name, *map(str, given.values()), "eagle"]), name, given) for name, given in OF_EAGLE]
-        rows += [(label, name, {**given, "drafter": 2}) for label, name, given in more]
+        eagle_rows = [(" ".join([name, *map(str, extra.values()), "eagle"]), name, extra) for name, extra in OF_EAGLE]
+        rows += [(label, name, {**extra, "drafter": 2}) for label, name, extra in eagle_rows]
     labels = [label for label, _, _ in rows]
-    wanted = set(labels) if not chosen else {label for word in chosen for label in fnmatch.filter(labels, word)}
+    selected = set(labels) if not chosen else {label for word in chosen for label in fnmatch.filter(labels, word)}
     if unknown := [word for word in chosen if not fnmatch.filter(labels, word)]:
         raise SystemExit(f"--rows: no label matches {unknown[0]!r}; choose from {', '.join(labels)}")
-    return [BASELINE, *({"method": name, "label": label, "options": o} for label, name, o in rows if label in wanted)]
+    return [BASELINE, *({"method": name, "label": label, "options": o} for label, name, o in rows if label in selected)]
 
 
 def rounded(value: Any) -> Any:
@@ -140,8 +140,8 @@ def rounded(value: Any) -> Any:
     if isinstance(value, float):
         return float(f"{value:.4g}")
     if isinstance(value, Mapping):
-        return {key: rounded(each) for key, each in value.items()}
-    return [rounded(each) for each in value] if isinstance(value, list | tuple) else value
+        return {key: rounded(item) for key, item in value.items()}
+    return [rounded(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def short(word: Path | str) -> str:
@@ -151,7 +151,7 @@ def short(word: Path | str) -> str:
 
 def methods(options: argparse.Namespace) -> dict[str, Any]:
     """Evaluate all rows at every temperature and return the results by title."""
-    found = {}
+    by_title = {}
     for temperature in options.temperatures:
         recipe = recipe_of(options, temperature, rows_of(options.rows, options.pair))
         try:
@@ -159,21 +159,21 @@ def methods(options: argparse.Namespace) -> dict[str, Any]:
         except NotLosslessError as error:
             print(f"error: {error}")
             results = load_results(recipe.out)
-        of_rows = {row["label"]: numbers_of(row) for row in results["methods"]}
-        print_rows(f"T={temperature:g}, {results['prompts']} prompts", of_rows)
-        found[title_of(options, temperature)] = {
+        rows = {row["label"]: numbers_of(row) for row in results["methods"]}
+        print_rows(f"T={temperature:g}, {results['prompts']} prompts", rows)
+        by_title[title_of(options, temperature)] = {
             **{key: results[key] for key in ("prompts", "prompts_sha256", "categories", "errors")},
             "greedy_equals_transformers": results["greedy_equals_transformers"],
-            "rows": of_rows,
+            "rows": rows,
         }
-    return found
+    return by_title
 
 
 def numbers_of(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return the rounded metrics of a row that the results file contains."""
-    kept = {key: row[key] for key in NUMBERS}
-    kept["groups"] = {name: {key: part[key] for key in IN_GROUPS} for name, part in row["by_category"].items()}
-    return dict(rounded(kept))
+    numbers = {key: row[key] for key in NUMBERS}
+    numbers["groups"] = {name: {key: part[key] for key in IN_GROUPS} for name, part in row["by_category"].items()}
+    return dict(rounded(numbers))
 
 
 def print_rows(title: str, rows: Mapping[str, Mapping[str, Any]]) -> None:
@@ -187,11 +187,11 @@ def print_rows(title: str, rows: Mapping[str, Mapping[str, Any]]) -> None:
 
     print(f"{title}\n{'':26}tokens/step             speedup              bound  efficiency  greedy text")
     for label, row in rows.items():
-        same = "{:g}/{:g}".format(*row["identical_to_greedy"]) if row["identical_to_greedy"] else ""
+        identical = "{:g}/{:g}".format(*row["identical_to_greedy"]) if row["identical_to_greedy"] else ""
         print(
             f"{label:26}{number(row['tokens_per_step']):>5} {span(row['tokens_per_step_interval']):16}"
             f"{number(row['speedup']):>7} {span(row['speedup_interval']):14}"
-            f"{number(row['bound']):>5}{number(row['efficiency']):>12}  {same}"
+            f"{number(row['bound']):>5}{number(row['efficiency']):>12}  {identical}"
         )
     groups = list(next(iter(rows.values()))["groups"])
     print(f"{'tokens/step, speedup':26}" + "".join(f"{group:>20}" for group in groups))
@@ -201,12 +201,12 @@ def print_rows(title: str, rows: Mapping[str, Mapping[str, Any]]) -> None:
         print(f"{label:26}" + "".join(f"{cell:>20}" for cell in cells))
 
 
-def brief(found: Any) -> Any:
+def brief(results: Any) -> Any:
     """Return the main metrics over all prompts, for the last line of the output."""
-    if not isinstance(found, dict):
-        return found
-    left_out = {*NUMBERS, "groups", "categories"} - {*BRIEF}
-    return {key: brief(value) for key, value in found.items() if key not in left_out}
+    if not isinstance(results, dict):
+        return results
+    excluded = {*NUMBERS, "groups", "categories"} - {*BRIEF}
+    return {key: brief(value) for key, value in results.items() if key not in excluded}
 
 
 def main() -> None:
@@ -230,16 +230,16 @@ def main() -> None:
         torch.set_num_threads(options.threads)
     options.work = options.work or options.pair / "bench"
     try:
-        found = methods(options)
+        results = methods(options)
     except Interrupted as stopped:
         raise SystemExit(str(stopped)) from None
     if options.out is not None:
         command = " ".join(["python tests/bench/realpair.py", *map(short, sys.argv[1:])])
         about = {"date": datetime.now(UTC).date().isoformat(), "machine": machine(DEVICE), "command": command}
-        text = json.dumps({"methods": found, "about": {"methods": about}}, indent=1)
+        text = json.dumps({"methods": results, "about": {"methods": about}}, indent=1)
         text = re.sub(r"\[[^][{}]*\]", lambda numbers: " ".join(numbers[0].split()), text)  # one line per list
         atomic_text(options.out, text + "\n")
-    finish({"methods": brief(found)}, DEVICE)
+    finish({"methods": brief(results)}, DEVICE)
 
 
 if __name__ == "__main__":

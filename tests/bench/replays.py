@@ -26,37 +26,37 @@ from torch.profiler import ProfilerActivity, profile
 
 def device_time(call: Callable[[], Any], runs: int) -> tuple[float, float]:
     """Return the median microseconds of a call on the device, and on the host until all work is queued."""
-    found, queued = [], []
+    times, queued = [], []
     for _ in range(runs + 3):
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
         start.record()
-        began = time.perf_counter()
+        host_start = time.perf_counter()
         call()
-        queued.append(1e6 * (time.perf_counter() - began))
+        queued.append(1e6 * (time.perf_counter() - host_start))
         stop.record()
         torch.cuda.synchronize()
-        found.append(1e3 * start.elapsed_time(stop))
-    return statistics.median(found[3:]), statistics.median(queued[3:])
+        times.append(1e3 * start.elapsed_time(stop))
+    return statistics.median(times[3:]), statistics.median(queued[3:])
 
 
 def kernels(call: Callable[[], Any], runs: int = 3) -> dict[str, tuple[float, float]]:
     """Return the microseconds and number of launches of each kernel in a call, longest first."""
-    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
         for _ in range(runs):
             call()
         torch.cuda.synchronize()
-    found = {each.key[:70]: (each.device_time_total / runs, each.count / runs) for each in seen.key_averages()}
-    return dict(sorted(found.items(), key=lambda item: -item[1][0]))
+    times = {event.key[:70]: (event.device_time_total / runs, event.count / runs) for event in profiled.key_averages()}
+    return dict(sorted(times.items(), key=lambda item: -item[1][0]))
 
 
 @torch.inference_mode()
 def of_shape(shape: str, options: argparse.Namespace, rate: float) -> dict[str, Any]:
     """Measure replayed forward passes of a shape by context length and number of rows."""
     positions = max(options.context) + max(options.rows) + 64
-    plain = random_llama(SHAPES[shape], positions, "cuda", getattr(torch, options.dtype)).eval().requires_grad_(False)
-    weights = sum(each.nbytes for each in plain.model.layers.parameters()) + plain.lm_head.weight.nbytes
-    model, floor, results = wrap_model(plain, graphs=True), weights / rate, dict[str, Any]()
+    llama = random_llama(SHAPES[shape], positions, "cuda", getattr(torch, options.dtype)).eval().requires_grad_(False)
+    weights = sum(parameter.nbytes for parameter in llama.model.layers.parameters()) + llama.lm_head.weight.nbytes
+    model, floor, results = wrap_model(llama, graphs=True), weights / rate, dict[str, Any]()
     tokens = torch.randint(SHAPES[shape][4], (1, positions), device="cuda")
 
     def forward(cache: KVCache, tree: Tree) -> None:
@@ -68,14 +68,14 @@ def of_shape(shape: str, options: argparse.Namespace, rate: float) -> dict[str, 
         cache.set_lengths([context])
         for rows in options.rows:
             call = partial(forward, cache, Tree.chain(rows - 1).to(model.device))
-            taken, queued = device_time(call, options.runs)
-            found = {"us": taken, "floor_us": floor, "ratio": taken / floor, "host_us": queued}
-            results[f"{shape} context {context} rows {rows}"] = found
-            said = "  ".join(f"{name} {value:.2f}" for name, value in found.items())
-            print(f"{shape:5} context {context:5} rows {rows:3}  {said}")
+            microseconds, queued = device_time(call, options.runs)
+            result = {"us": microseconds, "floor_us": floor, "ratio": microseconds / floor, "host_us": queued}
+            results[f"{shape} context {context} rows {rows}"] = result
+            columns = "  ".join(f"{name} {value:.2f}" for name, value in result.items())
+            print(f"{shape:5} context {context:5} rows {rows:3}  {columns}")
             if options.kernels:
-                for name, (each, count) in list(kernels(call).items())[:14]:
-                    print(f"    {each:8.0f} us {count:6.1f} x  {name}")
+                for name, (duration, count) in list(kernels(call).items())[:14]:
+                    print(f"    {duration:8.0f} us {count:6.1f} x  {name}")
     return results
 
 

@@ -86,16 +86,16 @@ class BusyProfile:
     def summary(self) -> dict[str, float]:
         events = self._profiler.events() or []
         on_device = torch.autograd.DeviceType.CUDA if self._cuda else torch.autograd.DeviceType.CPU
-        spans = [each for each in events if each.name.startswith(SPAN)]
-        work = [each for each in events if each.device_type == on_device and not each.name.startswith(SPAN)]
-        began = np.array([each.time_range.start for each in work])
-        took = np.array([each.time_range.elapsed_us() if self._cuda else each.self_cpu_time_total for each in work])
-        found = {phase: list[float]() for phase in PHASES[:-1]}
-        for each in spans:
-            if each.device_type == torch.autograd.DeviceType.CPU:
-                within = (each.time_range.start <= began) & (began < each.time_range.end)
-                found[each.name.removeprefix(SPAN)].append(float(took[within].sum()))
-        return {phase: statistics.fmean(series) for phase, series in found.items() if series}
+        spans = [event for event in events if event.name.startswith(SPAN)]
+        work = [event for event in events if event.device_type == on_device and not event.name.startswith(SPAN)]
+        starts = np.array([event.time_range.start for event in work])
+        times = np.array([event.time_range.elapsed_us() if self._cuda else event.self_cpu_time_total for event in work])
+        by_phase = {phase: list[float]() for phase in PHASES[:-1]}
+        for event in spans:
+            if event.device_type == torch.autograd.DeviceType.CPU:
+                within = (event.time_range.start <= starts) & (starts < event.time_range.end)
+                by_phase[event.name.removeprefix(SPAN)].append(float(times[within].sum()))
+        return {phase: statistics.fmean(series) for phase, series in by_phase.items() if series}
 
 
 class FixedPattern(Verifier):
@@ -109,15 +109,15 @@ class FixedPattern(Verifier):
 
     def verify(self, proposal: Proposal, target_BNV: torch.Tensor, rng: Rng) -> Verdict:
         tree = proposal.tree
-        wanted = PATTERN[self._step % len(PATTERN)]
+        depth = PATTERN[self._step % len(PATTERN)]
         self._step += 1
         parents_BN = tree.parents_BN.expand(len(target_BNV), -1)
-        here_BN = torch.arange(tree.nodes, device=parents_BN.device).expand_as(parents_BN)
-        follows_BN = (parents_BN >= 0) & (tree.depth_BN <= wanted)
-        next_BN1 = torch.nn.functional.pad(here_BN, (0, 1)).clone()
+        node_BN = torch.arange(tree.nodes, device=parents_BN.device).expand_as(parents_BN)
+        follows_BN = (parents_BN >= 0) & (tree.depth_BN <= depth)
+        next_BN1 = torch.nn.functional.pad(node_BN, (0, 1)).clone()
         # If a node has several children, the first one is accepted.
-        places_BN = torch.where(follows_BN, parents_BN, tree.nodes).flip(1)
-        next_BN1.scatter_reduce_(1, places_BN, here_BN.flip(1), "amin", include_self=False)
+        parent_or_end_BN = torch.where(follows_BN, parents_BN, tree.nodes).flip(1)
+        next_BN1.scatter_reduce_(1, parent_or_end_BN, node_BN.flip(1), "amin", include_self=False)
         last_B, verdict = follow_path(proposal, next_BN1)
         verdict.next_B = take_node(target_BNV, last_B).argmax(-1)
         return verdict
@@ -138,16 +138,16 @@ def steps_of(
 
 def assisted(target: Any, drafter: Any, context: int, tokens: int, gamma: int) -> float:
     """Return the microseconds per step of transformers' assisted generation with a constant draft length."""
-    config, began = drafter.generation_config, list[float]()
+    config, starts = drafter.generation_config, list[float]()
     config.num_assistant_tokens, config.num_assistant_tokens_schedule = gamma, "constant"
     config.assistant_confidence_threshold = 0.0
-    hook = target.register_forward_pre_hook(lambda *_: began.append(time.perf_counter()))
+    hook = target.register_forward_pre_hook(lambda *_: starts.append(time.perf_counter()))
     ids = torch.ones(1, context, dtype=torch.int64, device=target.device)
-    given = {"attention_mask": torch.ones_like(ids), "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    options = {"attention_mask": torch.ones_like(ids), "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     with torch.inference_mode():
-        target.generate(ids, **given, assistant_model=drafter, max_new_tokens=tokens)
+        target.generate(ids, **options, assistant_model=drafter, max_new_tokens=tokens)
     hook.remove()
-    return 1e6 * (began[-1] - began[1]) / (len(began) - 2)
+    return 1e6 * (starts[-1] - starts[1]) / (len(starts) - 2)
 
 
 def measured(pair: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -156,43 +156,43 @@ def measured(pair: str, options: argparse.Namespace) -> dict[str, Any]:
     positions = max(options.context) + 2 * tokens + 64
     sizes = [SHAPES[shape] for shape in pair.split("-")]
     models = [random_llama(size, positions, options.device, dtype).eval().requires_grad_(False) for size in sizes]
-    vocabulary, found = models[0].config.vocab_size, dict[str, Any]()
+    vocabulary, results = models[0].config.vocab_size, dict[str, Any]()
     heads = PredictionHeads.from_lm_head(models[0].lm_head.weight.detach(), 4, 1).to(options.device).eval()
-    counted = torch.randint(vocabulary, (200_000,), generator=torch.Generator().manual_seed(0)).numpy()
-    table = BigramTable.from_documents([counted], vocabulary)
+    tokens_T = torch.randint(vocabulary, (200_000,), generator=torch.Generator().manual_seed(0)).numpy()
+    table = BigramTable.from_documents([tokens_T], vocabulary)
     for kind in ("plain", *(["graphs"] if options.graphs else [])):
         target, drafter = (wrap_model(model, graphs=kind == "graphs") for model in models)
-        for label, given in METHODS.items():
-            given = {"gamma": gamma} if label == "speculative" else given
+        for label, settings in METHODS.items():
+            settings = {"gamma": gamma} if label == "speculative" else settings
             # With --graphs, plain forwards are measured at one size only, since launches dominate their time.
             first = slice(1 if options.graphs and kind == "plain" else None)
             for batch in options.batch[first]:
                 for context in options.context[first]:
-                    method = build_method(label, Parts(drafter, heads, table), Sampling(), **given)
+                    method = build_method(label, Parts(drafter, heads, table), Sampling(), **settings)
                     if label != "autoregressive":
                         method = Method(method.proposer, FixedPattern())
                     steps_of(target, method, context, batch, Limits(tokens))
-                    kept, steps, seconds = steps_of(target, method, context, batch, Limits(tokens))
+                    new_tokens, steps, seconds = steps_of(target, method, context, batch, Limits(tokens))
                     profile = StepProfile(target.device)
                     steps_of(target, method, context, batch, Limits(tokens), profile)
                     busy = BusyProfile(target.device)
                     with busy:
                         steps_of(target, method, context, batch, Limits(tokens // 4), busy)
-                    row = {"tokens_per_second": kept / seconds, "us_per_step": 1e6 * seconds / steps}
-                    row |= {"tokens_per_step": kept / steps / batch, "phases_us": profile.summary()}
+                    row = {"tokens_per_second": new_tokens / seconds, "us_per_step": 1e6 * seconds / steps}
+                    row |= {"tokens_per_step": new_tokens / steps / batch, "phases_us": profile.summary()}
                     row["busy_us"] = busy.summary()
                     name = f"{label} {kind} batch {batch} context {context}"
-                    found[name] = row
-                    shown = "  ".join(
+                    results[name] = row
+                    phases = "  ".join(
                         f"{phase} {value:.0f}" + (f" ({row['busy_us'][phase]:.0f})" if phase in row["busy_us"] else "")
                         for phase, value in profile.summary().items()
                     )
-                    print(f"{pair:8s} {name:48s} {row['tokens_per_second']:8.1f} tokens/s  us (busy): {shown}")
+                    print(f"{pair:8s} {name:48s} {row['tokens_per_second']:8.1f} tokens/s  us (busy): {phases}")
     for context in options.context if options.peer else ():
         assisted(*models, context, 16, gamma)
-        found[f"assisted context {context}"] = row = {"us_per_step": assisted(*models, context, tokens, gamma)}
+        results[f"assisted context {context}"] = row = {"us_per_step": assisted(*models, context, tokens, gamma)}
         print(f"{pair:8s} transformers, assisted, context {context}: {row['us_per_step']:.0f} us per step")
-    return found
+    return results
 
 
 def main() -> None:
@@ -205,14 +205,14 @@ def main() -> None:
     parser.add_argument("--graphs", action="store_true", help="also measure replayed forwards (CUDA only)")
     parser.add_argument("--peer", action="store_true", help="also measure assisted generation of transformers")
     options = parser.parse_args()
-    found = {}
+    results = {}
     for pair in options.pairs:
-        found[pair] = measured(pair, options)
+        results[pair] = measured(pair, options)
         gc.collect()
         if options.device.startswith("cuda"):
             torch.cuda.empty_cache()
-    asked = {"dtype": options.dtype, "gamma": options.gamma}
-    finish({"shapes": found, **asked}, options.device)
+    settings = {"dtype": options.dtype, "gamma": options.gamma}
+    finish({"shapes": results, **settings}, options.device)
 
 
 if __name__ == "__main__":

@@ -74,8 +74,8 @@ def count(folder: Path, quick: bool) -> dict[str, Any]:
         stream = zipf_tokens(vocab_size, batches * BATCH, seed=1).reshape(batches, BATCH)
         for length in LENGTHS:
             starts = np.arange(0, BATCH, length)
-            found = [_counted_once(folder, vocab_size, stream, starts) for _ in range(1 if quick else 3)]
-            best = {name: max(run[name] for run in found) for name in found[0]}
+            runs = [_counted_once(folder, vocab_size, stream, starts) for _ in range(1 if quick else 3)]
+            best = {name: max(run[name] for run in runs) for name in runs[0]}
             name = f"{vocab_size}, documents of {length}"
             result[name] = best
             print(f"count {name:28s} " + "   ".join(f"{key} {value:6.1f}" for key, value in best.items()), flush=True)
@@ -127,16 +127,16 @@ def random_table(folder: Path, entries: int) -> Path:
 
 def load(folder: Path, quick: bool) -> dict[str, Any]:
     """Measure loading a table of ten million entries, each time in a separate process."""
-    place = random_table(folder, SIZES["10m"])
-    found: dict[str, list[tuple[float, float]]] = {"load_sec": [], "load_disk_sec": []}
+    path = random_table(folder, SIZES["10m"])
+    times: dict[str, list[tuple[float, float]]] = {"load_sec": [], "load_disk_sec": []}
     for _ in range(3 if quick else 7):
-        for name, series in found.items():
+        for name, series in times.items():
             if name == "load_disk_sec":
-                _drop(place / TABLE_FILE)
-            series.append(own_process("children.load_table", str(place)))
-    results: dict[str, Any] = {"bytes_10m_entries": (place / TABLE_FILE).stat().st_size}
-    results |= {name: round(statistics.median(sec for sec, _ in series), 4) for name, series in found.items()}
-    results["load_held_mb"] = round(max(held for series in found.values() for _, held in series), 1)
+                _drop(path / TABLE_FILE)
+            series.append(own_process("children.load_table", str(path)))
+    results: dict[str, Any] = {"bytes_10m_entries": (path / TABLE_FILE).stat().st_size}
+    results |= {name: round(statistics.median(sec for sec, _ in series), 4) for name, series in times.items()}
+    results["load_held_mb"] = round(max(memory_mb for series in times.values() for _, memory_mb in series), 1)
     print("ten million entries: " + "   ".join(f"{key} {value:,}" for key, value in results.items()))
     return results
 
@@ -157,9 +157,9 @@ def lookup(folder: Path, quick: bool) -> dict[str, Any]:
     for name, entries in SIZES.items():
         table = BigramTable.load(random_table(folder, entries))
         with torch.inference_mode():
-            found = _lookups(table, 50 if quick else 400)
-        print(f"{name} entries, {ROWS * LEVELS * WIDTH**2} pairs: " + ", ".join(f"{k} {v:g}" for k, v in found.items()))
-        results |= {f"{key}_{name}_entries": value for key, value in found.items()}
+            times = _lookups(table, 50 if quick else 400)
+        print(f"{name} entries, {ROWS * LEVELS * WIDTH**2} pairs: " + ", ".join(f"{k} {v:g}" for k, v in times.items()))
+        results |= {f"{key}_{name}_entries": value for key, value in times.items()}
     return results
 
 
@@ -167,16 +167,16 @@ def _lookups(table: BigramTable, runs: int) -> dict[str, float]:
     rng, log_unseen = np.random.default_rng(1), torch.tensor(-4.6)
     pairs = [_candidates(rng) for _ in range(64)]
     start = time.perf_counter()
-    found = table.correlation()
+    correlation = table.correlation()
     built = time.perf_counter() - start
     smoothed = table.correlation(add_k=0.01)
     rows = [(torch.from_numpy(draw(rng, 1, 1)),) for _ in range(64)]
     after = table.distributions("cpu", 1.0)
     after.most_likely(*rows[0])
     jobs: dict[str, tuple[Callable[..., Any], Sequence[Any], bool]] = {
-        "lookup_warm_us": (lambda x, y: found.look_up(x, y, log_unseen), pairs[:1], False),
-        "lookup_us": (lambda x, y: found.look_up(x, y, log_unseen), pairs, False),
-        "lookup_cold_us": (lambda x, y: found.look_up(x, y, log_unseen), pairs, True),
+        "lookup_warm_us": (lambda x, y: correlation.look_up(x, y, log_unseen), pairs[:1], False),
+        "lookup_us": (lambda x, y: correlation.look_up(x, y, log_unseen), pairs, False),
+        "lookup_cold_us": (lambda x, y: correlation.look_up(x, y, log_unseen), pairs, True),
         "lookup_smoothed_us": (lambda x, y: smoothed.look_up(x, y, log_unseen), pairs, False),
         "next_us": (after.after, rows, False),
         "next_greedy_us": (after.most_likely, rows, False),
@@ -221,8 +221,8 @@ def text(folder: Path, quick: bool) -> dict[str, Any]:
         run_table(recipe, accelerator_for(recipe))
         return int(load_manifest(out).data["tokens"])
 
-    ways = raw_tokenizers(tokenizer, tokenizer_folder, texts)
-    fastest, ratios, rates = against_tokenizers(ways, "count", count, 2 if quick else 9)
+    tokenizers = raw_tokenizers(tokenizer, tokenizer_folder, texts)
+    fastest, ratios, rates = against_tokenizers(tokenizers, "count", count, 2 if quick else 9)
     print(f"text_vs_tokenizer {ratios['rate']:.2f}")
     return {
         "text_vs_tokenizer": ratios["rate"],
@@ -234,14 +234,14 @@ def text(folder: Path, quick: bool) -> dict[str, Any]:
 
 
 def main() -> None:
-    ways = {"count": count, "zipf": zipf, "load": load, "lookup": lookup, "text": text}
+    parts = {"count": count, "zipf": zipf, "load": load, "lookup": lookup, "text": text}
     parser = parser_of(__doc__, "take a few minutes; skip the billion tokens")
-    parser.add_argument("--parts", nargs="+", choices=ways, default=list(ways), help="default: all")
+    parser.add_argument("--parts", nargs="+", choices=parts, default=list(parts), help="default: all")
     arguments = parser.parse_args()
     result: dict[str, Any] = {}
     for part in arguments.parts:
         with tempfile.TemporaryDirectory() as name:
-            result |= ways[part](Path(name), arguments.quick)
+            result |= parts[part](Path(name), arguments.quick)
     finish(result)
 
 

@@ -51,8 +51,8 @@ def fetched(folder: Path) -> Path:
 
 def outcomes(folders: list[Path]) -> Iterator[tuple[str, bool, str]]:
     """Yield each template's name, whether its prompts are correct, and its training fault ("" if there is none)."""
-    places = [(place.partition("/")[0], folder / place) for folder in folders for place in PLACES]
-    for package, file in ((package, file) for package, place in places for file in sorted(place.glob("*.jinja"))):
+    folder_paths = [(path.partition("/")[0], folder / path) for folder in folders for path in PLACES]
+    for package, file in ((package, file) for package, path in folder_paths for file in sorted(path.glob("*.jinja"))):
         if file.stem.endswith("_training"):
             continue
         text = re.sub(r"strftime_now\(([^)]*)\)", "'26 Jul 2024'", file.read_text())
@@ -60,8 +60,8 @@ def outcomes(folders: list[Path]) -> Iterator[tuple[str, bool, str]]:
         tokenizer.bos_token, tokenizer.chat_template = "<BOS>", text
         template = get_template("tokenizer", tokenizer)
         render = prompt_renderer(template, tokenizer)
-        right = all(render(TURNS[:k]) == served(tokenizer, template, k, prompt=True) for k in (1, 3))
-        yield f"{package}/{file.stem}", right, fault(tokenizer, template)
+        is_correct = all(render(TURNS[:k]) == served(tokenizer, template, k, prompt=True) for k in (1, 3))
+        yield f"{package}/{file.stem}", is_correct, fault(tokenizer, template)
 
 
 def served(tokenizer: Any, template: Template, turns: int, *, prompt: bool) -> list[int]:
@@ -75,24 +75,24 @@ def served(tokenizer: Any, template: Template, turns: int, *, prompt: bool) -> l
 def fault(tokenizer: Any, template: Template) -> str:
     """Return the reason why rendered training documents are wrong, or "" if they are correct."""
     try:
-        made = list(Renderer(template, tokenizer, None)([Conversation("c", TURNS)]))
+        docs = list(Renderer(template, tokenizer, None)([Conversation("c", TURNS)]))
     except ValueError as error:
         return str(error)
-    same = all(each.ids.tolist() == served(tokenizer, template, 2 * each.last + 2, prompt=False) for each in made)
-    faults = [found for each in made if (found := Linter(tokenizer, template).check(each))]
-    return "" if same and not faults and sum(len(each.spans) for each in made) == 2 else f"{faults or 'different ids'}"
+    equal = all(doc.ids.tolist() == served(tokenizer, template, 2 * doc.last + 2, prompt=False) for doc in docs)
+    faults = [problems for doc in docs if (problems := Linter(tokenizer, template).check(doc))]
+    return "" if equal and not faults and sum(len(doc.spans) for doc in docs) == 2 else f"{faults or 'different ids'}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", nargs="*", type=Path, help="folders with unpacked wheels")
     folders = parser.parse_args().folders
-    with tempfile.TemporaryDirectory() as place:
-        found = list(outcomes(folders or [fetched(Path(place))]))
+    with tempfile.TemporaryDirectory() as folder:
+        rows = list(outcomes(folders or [fetched(Path(folder))]))
     print("| template | prompts | training |\n|---|---|---|")
-    for name, prompts, why in found:
-        print(f"| {name} | {'yes' if prompts else 'no'} | {f'no: {why}' if why else 'yes'} |")
-    finish({"templates": len(found), "prompts": sum(p for _, p, _ in found), "training": sum(not w for *_, w in found)})
+    for name, prompts, reason in rows:
+        print(f"| {name} | {'yes' if prompts else 'no'} | {f'no: {reason}' if reason else 'yes'} |")
+    finish({"templates": len(rows), "prompts": sum(p for _, p, _ in rows), "training": sum(not w for *_, w in rows)})
 
 
 if __name__ == "__main__":

@@ -44,8 +44,8 @@ def model_of(vocab: int, positions: int, layers: int = 2, seed: int = 0) -> Llam
 
 def documents(folder: Path, block: int, rows: int) -> tuple[PreparedData, int]:
     """Prepare conversations as training data; return them and the vocabulary size."""
-    with tempfile.TemporaryDirectory() as made:
-        corpus, tokenizer_folder = defaults(Path(made))
+    with tempfile.TemporaryDirectory() as temporary:
+        corpus, tokenizer_folder = defaults(Path(temporary))
         tokenizer = load_tokenizer(str(tokenizer_folder))
         chats = read_conversations(str(corpus), limit=rows if corpus == SHAREGPT else 10 * rows)
         data = prepare(chats, tokenizer, get_template("vicuna-v1.1"), block, folder, source={"bench": "train_drafter"})
@@ -112,13 +112,13 @@ def fit_round(task: DrafterTask, data: PreparedData, steps: int, folder: Path, s
 
 def against_the_trainer(folder: Path, block: int, rows: int, rounds: int, steps: int) -> dict[str, Any]:
     data, vocab = documents(folder / "data", block, rows)
-    ours, theirs = DrafterTask(model_of(vocab, block), None), model_of(vocab, block)
+    task, model = DrafterTask(model_of(vocab, block), None), model_of(vocab, block)
     listed = rows_of(data)
     runs: dict[str, list[tuple[int, float]]] = {"draftsmith": [], "trainer": []}
     for number in range(rounds + 1):
-        runs["draftsmith"].append(fit_round(ours, data, steps, folder, seed=number))
-        runs["trainer"].append(trainer_round(theirs, listed, number * steps, steps, folder / "trainer"))
-    speeds = {name: sum(t for t, _ in each[1:]) / sum(s for _, s in each[1:]) for name, each in runs.items()}
+        runs["draftsmith"].append(fit_round(task, data, steps, folder, seed=number))
+        runs["trainer"].append(trainer_round(model, listed, number * steps, steps, folder / "trainer"))
+    speeds = {name: sum(t for t, _ in series[1:]) / sum(s for _, s in series[1:]) for name, series in runs.items()}
     by_round = [(a / b) / (c / d) for (a, b), (c, d) in list(zip(*runs.values(), strict=True))[1:]]
     useful = sum(len(row["input_ids"]) for row in listed) / len(listed)
     density = data.manifest["packing_density"]
@@ -134,15 +134,15 @@ def against_the_trainer(folder: Path, block: int, rows: int, rounds: int, steps:
     }
 
 
-def run_loss(way: str, hidden_XD: torch.Tensor, weight_VD: torch.Tensor, labels_X: torch.Tensor) -> None:
-    if way == "chunked":
+def run_loss(kind: str, hidden_XD: torch.Tensor, weight_VD: torch.Tensor, labels_X: torch.Tensor) -> None:
+    if kind == "chunked":
         loss, _ = mixture({"cross-entropy": 1.0}, hidden_XD, weight_VD, labels_X)
     else:
         loss = torch.nn.functional.cross_entropy(hidden_XD @ weight_VD.T, labels_X, reduction="sum")
     loss.backward()
 
 
-def peak_of_loss(way: str, positions: int, vocab: int) -> tuple[int, float]:
+def peak_of_loss(kind: str, positions: int, vocab: int) -> tuple[int, float]:
     """Return the peak bytes of a cross-entropy loss beyond inputs and gradients, and its seconds, in this process."""
     torch.manual_seed(0)
     hidden_XD = torch.randn(positions, 768, requires_grad=True)
@@ -150,17 +150,17 @@ def peak_of_loss(way: str, positions: int, vocab: int) -> tuple[int, float]:
     labels_X = torch.randint(vocab, (positions,))
     hidden_XD.grad, weight_VD.grad = torch.zeros_like(hidden_XD), torch.zeros_like(weight_VD)
     small = hidden_XD[:8].detach().requires_grad_()
-    run_loss(way, small, weight_VD, labels_X[:8])  # libraries allocate their own memory once
-    times, peak = peak_above(lambda: run_loss(way, hidden_XD, weight_VD, labels_X))
+    run_loss(kind, small, weight_VD, labels_X[:8])  # libraries allocate their own memory once
+    times, peak = peak_above(lambda: run_loss(kind, hidden_XD, weight_VD, labels_X))
     return peak, times.wall
 
 
 def memory_of_loss(positions: int, vocab: int) -> dict[str, Any]:
-    found = {way: own_process("train_drafter.peak_of_loss", way, positions, vocab) for way in ("full", "chunked")}
-    megabytes = {way: peak / 1e6 for way, (peak, _) in found.items()}
-    seconds = {way: taken for way, (_, taken) in found.items()}
-    for way in found:
-        print(f"  loss {way:8} {megabytes[way]:8.0f} MB  {seconds[way]:.2f} s")
+    measured = {kind: own_process("train_drafter.peak_of_loss", kind, positions, vocab) for kind in ("full", "chunked")}
+    megabytes = {kind: peak / 1e6 for kind, (peak, _) in measured.items()}
+    seconds = {kind: sec for kind, (_, sec) in measured.items()}
+    for kind in measured:
+        print(f"  loss {kind:8} {megabytes[kind]:8.0f} MB  {seconds[kind]:.2f} s")
     ratio = megabytes["chunked"] / megabytes["full"]
     return {"loss_memory_mb": megabytes, "loss_sec": seconds, "loss_memory_ratio": ratio}
 
@@ -179,7 +179,7 @@ def cost_of_teachers(folder: Path, block: int, rows: int, rounds: int) -> dict[s
 
     times = in_turns({name: partial(round_of, task) for name, task in tasks.items()}, rounds, warm=1)
     medians = {
-        name: statistics.median(taken / tokens for (tokens, taken), *_ in series) for name, series in times.items()
+        name: statistics.median(seconds / tokens for (tokens, seconds), *_ in series) for name, series in times.items()
     }
     ratios = {name: value / medians["cross-entropy"] for name, value in medians.items()}
     for name, ratio in ratios.items():
@@ -193,8 +193,8 @@ def main() -> None:
     options = parser.parse_args()
     block, rounds = (512, 1) if options.quick else (2048, options.rounds)
     results: dict[str, Any] = {"block_tokens": block, "batch": BATCH, "rounds": rounds}
-    with tempfile.TemporaryDirectory() as place:
-        folder = Path(place)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
         if "trainer" in options.parts:
             results |= against_the_trainer(folder, block, 200, rounds, 1 if options.quick else 3)
         if "loss" in options.parts:

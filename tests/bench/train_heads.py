@@ -81,9 +81,9 @@ class Inputs:
 
 def fused(inputs: Inputs, kind: str) -> float:
     """Run forward and backward pass of the fused loss; return the loss."""
-    given = (inputs.features_XKD, inputs.projections, inputs.labels_XK)
-    taught = (inputs.teacher, inputs.rows_XK) if kind == "soft" else ()
-    sums_K, counts_K = heads_mixture(WEIGHTS[kind], *given, *taught)
+    arguments = (inputs.features_XKD, inputs.projections, inputs.labels_XK)
+    teacher_arguments = (inputs.teacher, inputs.rows_XK) if kind == "soft" else ()
+    sums_K, counts_K = heads_mixture(WEIGHTS[kind], *arguments, *teacher_arguments)
     loss = (sums_K / counts_K).sum()
     loss.backward()
     return float(loss.detach())
@@ -102,9 +102,9 @@ def naive(inputs: Inputs, kind: str) -> float:
         if kind == "hard":
             loss = loss + F.cross_entropy(logits_XV, labels_X, ignore_index=IGNORED)
         else:
-            kept = labels_X != IGNORED
-            mine, theirs = logits_XV[kept].log_softmax(-1), target_XV[inputs.rows_XK[kept, k]]
-            loss = loss + F.kl_div(mine, theirs, reduction="batchmean", log_target=True)
+            valid = labels_X != IGNORED
+            log_probs_XV, target_log_probs_XV = logits_XV[valid].log_softmax(-1), target_XV[inputs.rows_XK[valid, k]]
+            loss = loss + F.kl_div(log_probs_XV, target_log_probs_XV, reduction="batchmean", log_target=True)
     loss.backward()
     return float(loss.detach())
 
@@ -129,9 +129,9 @@ def products(inputs: Inputs, kind: str, chunk: int = 512) -> None:
 SIDES: dict[str, Callable[[Inputs, str], float]] = {"fused": fused, "naive": naive}
 
 
-def memory_of(side: str, kind: str, hidden: int, tokens: int) -> dict[str, float]:
+def memory_of(name: str, kind: str, hidden: int, tokens: int) -> dict[str, float]:
     """Return the peak bytes, seconds and loss of an implementation, measured in this process."""
-    run, inputs = SIDES[side], Inputs.of(hidden, tokens)
+    run, inputs = SIDES[name], Inputs.of(hidden, tokens)
     run(Inputs.of(8, 8), kind)  # libraries allocate their own memory once
     products(inputs, kind, BLOCKS * tokens)  # matrix libraries allocate memory per thread and product size
     times, peak = peak_above(lambda: run(inputs, kind))
@@ -143,18 +143,18 @@ def compare_memory(hidden: int, tokens: int) -> dict[str, Any]:
     logits = BLOCKS * tokens * HEADS * VOCAB * 4
     features = BLOCKS * tokens * HEADS * hidden * 4
     print(f"hidden {hidden}: naive logits only {logits / 1e6:.0f} MB; features' gradient {features / 1e6:.0f} MB")
-    found: dict[str, float] = {}
+    peaks: dict[str, float] = {}
     for side, kind in (("fused", "hard"), ("naive", "hard"), ("fused", "soft")):
-        one = own_process("train_heads.memory_of", side, kind, hidden, tokens)
-        found[f"{side}, {kind}"] = one["bytes"]
-        print(f"  {side}, {kind:5} {one['bytes'] / 1e6:8.0f} MB  {one['seconds']:6.2f} s  loss {one['loss']:.5f}")
+        run = own_process("train_heads.memory_of", side, kind, hidden, tokens)
+        peaks[f"{side}, {kind}"] = run["bytes"]
+        print(f"  {side}, {kind:5} {run['bytes'] / 1e6:8.0f} MB  {run['seconds']:6.2f} s  loss {run['loss']:.5f}")
     return {
-        "loss_memory_mb": {name: value / 1e6 for name, value in found.items()},
+        "loss_memory_mb": {name: value / 1e6 for name, value in peaks.items()},
         "naive_logits_mb": logits / 1e6,
-        "loss_memory_ratio": found["fused, hard"] / logits,
-        "loss_memory_ratio_without_features_gradient": (found["fused, hard"] - features) / logits,
-        "loss_memory_ratio_soft": found["fused, soft"] / logits,
-        "loss_memory_ratio_to_naive": found["fused, hard"] / found["naive, hard"],
+        "loss_memory_ratio": peaks["fused, hard"] / logits,
+        "loss_memory_ratio_without_features_gradient": (peaks["fused, hard"] - features) / logits,
+        "loss_memory_ratio_soft": peaks["fused, soft"] / logits,
+        "loss_memory_ratio_to_naive": peaks["fused, hard"] / peaks["naive, hard"],
     }
 
 
@@ -194,11 +194,11 @@ def on_processor(options: argparse.Namespace) -> dict[str, Any]:
     results: dict[str, Any] = {"heads": HEADS, "blocks": BLOCKS, "vocab_size": VOCAB, "block_tokens": tokens}
     results["rounds"] = rounds
     for hidden in shapes:
-        found = compare_memory(hidden, tokens) | compare_time(hidden, tokens, rounds, warm)
+        measured = compare_memory(hidden, tokens) | compare_time(hidden, tokens, rounds, warm)
         suffix = "" if hidden == shapes[0] else f"_{hidden}"
-        results |= {f"{key}{suffix}": value for key, value in found.items()}
-        name = f"hidden {hidden}: memory {found['loss_memory_ratio']:.3f} x the naive logits"
-        print(f"{name}, time {found['time_ratio']:.2f} x naive (products only {found['products_ratio']:.2f})")
+        results |= {f"{key}{suffix}": value for key, value in measured.items()}
+        name = f"hidden {hidden}: memory {measured['loss_memory_ratio']:.3f} x the naive logits"
+        print(f"{name}, time {measured['time_ratio']:.2f} x naive (products only {measured['products_ratio']:.2f})")
     return results
 
 
@@ -235,13 +235,13 @@ def whole_step(shape: str, tokens: int, rounds: int, device: str) -> dict[str, A
 
         if device == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        taken = seconds(step)
-        found = {"tokens_per_sec": BLOCKS * tokens / taken, "step_sec": taken}
+        step_seconds = seconds(step)
+        measured = {"tokens_per_sec": BLOCKS * tokens / step_seconds, "step_sec": step_seconds}
         if device == "cuda":
-            found["peak_memory_gb"] = torch.cuda.max_memory_allocated() / 1e9
-        found["target_share"] = seconds(partial(module.frozen_states, batch)) / taken
-        print(f"{shape}, {objective}: " + "   ".join(f"{key} {value:.3f}" for key, value in found.items()))
-        results |= {f"{key}{suffix}": value for key, value in found.items()}
+            measured["peak_memory_gb"] = torch.cuda.max_memory_allocated() / 1e9
+        measured["target_share"] = seconds(partial(module.frozen_states, batch)) / step_seconds
+        print(f"{shape}, {objective}: " + "   ".join(f"{key} {value:.3f}" for key, value in measured.items()))
+        results |= {f"{key}{suffix}": value for key, value in measured.items()}
     return results
 
 

@@ -41,14 +41,14 @@ def make_folder() -> None:
     """Write conversations, a target and a drafter with their tokenizer into the current directory."""
     rng = random.Random(0)
     words = ["".join(rng.choices("abcdefghij", k=5)) for _ in range(200)]
-    said = [" ".join(rng.choices(words, k=8)) for _ in range(240)]
+    texts = [" ".join(rng.choices(words, k=8)) for _ in range(240)]
     roles = ("human", "gpt")
     rows = [
-        {"conversations": [{"from": role, "value": said[2 * i + j]} for j, role in enumerate(roles)]}
+        {"conversations": [{"from": role, "value": texts[2 * i + j]} for j, role in enumerate(roles)]}
         for i in range(120)
     ]
     Path("rows.json").write_text(json.dumps(rows))
-    tokenizer = train_bpe(said, 320, ("<|endoftext|>", "<|im_start|>", "<|im_end|>"))
+    tokenizer = train_bpe(texts, 320, ("<|endoftext|>", "<|im_start|>", "<|im_end|>"))
     tokenizer.chat_template = CHATML_JINJA
     sizes = {"vocab_size": 320, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
     for name in ("target", "near"):
@@ -67,11 +67,11 @@ def walk(command: str, recipe: dict[str, Any]) -> dict[str, int]:
         return relative if relative.partition("/")[0] in ROOMS else ""
 
     def note(frame: FrameType, event: str, _: Any) -> None:
-        if event == "call" and frame.f_code.co_name != "<module>" and (here := inside(frame.f_code.co_filename)):
-            passed.add(here)
-            there = inside(frame.f_back.f_code.co_filename) if frame.f_back is not None else ""
-            if there and ROOMS.index(here.partition("/")[0]) > ROOMS.index(there.partition("/")[0]):
-                climbs.add((there, here))
+        if event == "call" and frame.f_code.co_name != "<module>" and (callee := inside(frame.f_code.co_filename)):
+            passed.add(callee)
+            caller = inside(frame.f_back.f_code.co_filename) if frame.f_back is not None else ""
+            if caller and ROOMS.index(callee.partition("/")[0]) > ROOMS.index(caller.partition("/")[0]):
+                climbs.add((caller, callee))
 
     Path("walk.yaml").write_text(yaml.safe_dump(recipe))
     if (child := os.fork()) == 0:
@@ -93,13 +93,13 @@ def walk(command: str, recipe: dict[str, Any]) -> dict[str, int]:
 
 
 def main() -> None:
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder, chdir(folder):
         make_folder()
         for name, (command, recipe) in WALKS.items():
-            found[name] = walk(command, recipe)
-            print(f"{name:36s} {found[name]['files']:4d} files  {found[name]['climbs']:4d} climbs")
-    print(json.dumps(found))
+            results[name] = walk(command, recipe)
+            print(f"{name:36s} {results[name]['files']:4d} files  {results[name]['climbs']:4d} climbs")
+    print(json.dumps(results))
 
 
 if __name__ == "__main__":
