@@ -114,6 +114,6 @@ def stand_in(load_script: Callable[[Path], ModuleType]) -> ModuleType:
 @pytest.fixture
 def hub(stand_in: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Yield a local hub, to which the hub client of this process is logged in."""
-    with stand_in.running_hub() as started:
-        stand_in.point_client(started.url, tmp_path / "home", monkeypatch, stand_in.TOKEN)
-        yield started
+    with stand_in.running_hub() as server:
+        stand_in.point_client(server.url, tmp_path / "home", monkeypatch, stand_in.TOKEN)
+        yield server

@@ -79,12 +79,12 @@ assert found.tolist() == model.generate(ids, **plain).tolist()
 
 def run(*arguments: str, cwd: Path, **environment: str) -> str:
     """Run a Python process and return its output."""
-    env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    done = subprocess.run(
-        [*PYTHON, *arguments], cwd=cwd, env=env | environment, capture_output=True, text=True, check=False, timeout=300
+    base = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    process = subprocess.run(
+        [*PYTHON, *arguments], cwd=cwd, env=base | environment, capture_output=True, text=True, check=False, timeout=300
     )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    assert process.returncode == 0, process.stderr
+    return process.stdout
 
 
 def name_of(path: Path) -> str:
@@ -138,14 +138,14 @@ def imports(path: Path) -> Iterator[tuple[int, str, str]]:
 
 def imported(path: Path) -> set[str]:
     """Return the names of the package's modules that a file imports."""
-    parts, known = name_of(path).split("."), {name_of(module) for module in MODULES}
+    parts, all_modules = name_of(path).split("."), {name_of(module) for module in MODULES}
     if path.name == "__init__.py":
         parts.append("__init__")
     modules = set()
     for level, module, name in imports(path):
         if level:
-            whole = [*parts[: len(parts) - level], *filter(None, module.split("."))]
-            modules |= {".".join(whole), ".".join([*whole, name])} & known
+            path_parts = [*parts[: len(parts) - level], *filter(None, module.split("."))]
+            modules |= {".".join(path_parts), ".".join([*path_parts, name])} & all_modules
     return modules
 
 
@@ -184,11 +184,11 @@ def test_imports_have_no_cycles(graph: dict[str, set[str]]) -> None:
     for name, others in graph.items():
         folders.setdefault(folder_of(name), set()).update(map(folder_of, others))
     folders = {name: others - {name} for name, others in folders.items()}
-    known = (
+    cases = (
         (graph, "draftsmith.decode.custom_generate.method", "draftsmith.decode.engine"),
         (folders, "draftsmith.decode.models", "draftsmith.checkpoints.artifact"),
     )
-    for arrows, upper, lower in known:
+    for arrows, upper, lower in cases:
         assert lower in arrows[upper]
         with pytest.raises(CycleError):
             depth(arrows | {lower: {upper}})
@@ -291,10 +291,10 @@ for name in {[name_of(path) for path in MODULES]!r}:
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Build the wheel of a copy of this checkout that also has files which must not be packed."""
     folder = tmp_path_factory.mktemp("wheel")
-    left = shutil.ignore_patterns(
+    ignored = shutil.ignore_patterns(
         ".git", ".venv", "runs", "build", "dist", "*.egg-info", "__pycache__", ".*_cache", ".hypothesis"
     )
-    shutil.copytree(ROOT, folder / "checkout", symlinks=True, ignore=left)
+    shutil.copytree(ROOT, folder / "checkout", symlinks=True, ignore=ignored)
     for stray in ("runs/a/recipe.yaml", ".venv/lib/module.py", "runs/script.py", "tests/data/more.yaml"):
         (folder / "checkout" / stray).parent.mkdir(parents=True, exist_ok=True)
         (folder / "checkout" / stray).write_text("")
@@ -320,8 +320,8 @@ def test_the_wheel_contains_only_the_package(wheel: Path) -> None:
     assert {name.partition("/")[0] for name in names} == {"draftsmith", info}
     shipped = {name.removeprefix("draftsmith/") for name in names if name.startswith("draftsmith/")}
     recipes = {path for kind in ("yaml", "json", "md", "html") for path in (ROOT / "recipes").rglob(f"*.{kind}")}
-    others = (*(ROOT / "checkpoints").rglob("*.j2"), *(ROOT / "decode").rglob("*.[ch]"))
-    expected = {str(path.relative_to(ROOT)) for path in (*MODULES, *recipes, *others)}
+    other_files = (*(ROOT / "checkpoints").rglob("*.j2"), *(ROOT / "decode").rglob("*.[ch]"))
+    expected = {str(path.relative_to(ROOT)) for path in (*MODULES, *recipes, *other_files)}
     assert len(recipes) >= 2
     assert shipped == expected | {"__init__.py", "__main__.py", "py.typed"}
     assert f"{info}/licenses/LICENSE" in names
@@ -335,7 +335,7 @@ def test_the_installed_wheel_has_a_command_line_and_decodes(installed: Path) -> 
 
 
 def test_the_repository_contains_no_secrets() -> None:
-    known = re.compile(
+    pattern = re.compile(
         r"\bhf_[A-Za-z]{30,}\b|\bAKIA[0-9A-Z]{16}\b|\bgh[pousr]_[A-Za-z0-9]{30,}|\bsk-[A-Za-z0-9_-]{24,}"
         r"|-----BEGIN [A-Z ]*PRIVATE KEY-----|://[^/\s:@'\"<>{}]+:[^/\s:@'\"<>{}]{8,}@"
     )
@@ -343,5 +343,5 @@ def test_the_repository_contains_no_secrets() -> None:
     names = listed.stdout.split("\0") if listed.returncode == 0 else [str(path.relative_to(ROOT)) for path in MODULES]
     files = [ROOT / name for name in names if name and (ROOT / name).is_file()]
     assert len(files) > 30
-    suspicious = [path for path in files if known.search(path.read_text(encoding="utf-8", errors="replace"))]
-    assert not suspicious, "these files contain text that looks like a secret"
+    suspects = [path for path in files if pattern.search(path.read_text(encoding="utf-8", errors="replace"))]
+    assert not suspects, "these files contain text that looks like a secret"

@@ -40,7 +40,7 @@ def definitions(room: str) -> Iterator[tuple[Path, Function | ast.ClassDef]]:
 
 
 def is_property(node: Function | ast.ClassDef) -> bool:
-    names = {getattr(each, "id", getattr(each, "attr", "")) for each in node.decorator_list}
+    names = {getattr(decorator, "id", getattr(decorator, "attr", "")) for decorator in node.decorator_list}
     return bool(names & {"property", "cached_property"})
 
 

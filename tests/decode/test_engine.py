@@ -67,11 +67,11 @@ def test_greedy_output_equals_transformers(
     target_model: LlamaForCausalLM, parts: Parts, name: str, options: dict[str, Any], fast: bool
 ) -> None:
     target = wrap_model(target_model, fast=fast)
-    wanted = [greedy(target_model, prompt, 30) for prompt in PROMPTS]
-    together, _ = run(target, name, parts, PROMPTS, Limits(30), **options)
-    alone = [run(target, name, parts, [prompt], Limits(30), **options)[0][0] for prompt in PROMPTS]
-    assert together == wanted
-    assert alone == wanted
+    expected = [greedy(target_model, prompt, 30) for prompt in PROMPTS]
+    batched, _ = run(target, name, parts, PROMPTS, Limits(30), **options)
+    single = [run(target, name, parts, [prompt], Limits(30), **options)[0][0] for prompt in PROMPTS]
+    assert batched == expected
+    assert single == expected
 
 
 @pytest.mark.parametrize("name", ["speculative", "multi-candidate", "mjsd"])
@@ -97,10 +97,10 @@ def test_a_rows_sample_does_not_depend_on_its_neighbours(
     target_model: LlamaForCausalLM, parts: Parts, name: str, options: dict[str, Any]
 ) -> None:
     target, sampling = wrap_model(target_model), Sampling(1.0)
-    together, _ = run(target, name, parts, PROMPTS, Limits(20), sampling, seed=40, **options)
+    batched, _ = run(target, name, parts, PROMPTS, Limits(20), sampling, seed=40, **options)
     for row, prompt in enumerate(PROMPTS):
-        alone, _ = run(target, name, parts, [prompt], Limits(20), sampling, seed=40 + row, **options)
-        assert alone[0] == together[row]
+        single, _ = run(target, name, parts, [prompt], Limits(20), sampling, seed=40 + row, **options)
+        assert single[0] == batched[row]
 
 
 def test_a_drafter_reads_many_tokens_in_a_ragged_batch(
@@ -114,9 +114,9 @@ def test_a_drafter_reads_many_tokens_in_a_ragged_batch(
     parts = Parts(wrap_model(near), more_drafters=(wrap_model(make_llama(VOCAB, seed=1, num_hidden_layers=1)),))
     prompts, limits, sampling = [[1, 2, 3, 4, 5, 6], [5]], Limits(12), Sampling(1.0)
     for seed in range(40):
-        together, _ = run(target, "specinfer", parts, prompts, limits, sampling, seed, gamma=6)
-        alone, _ = run(target, "specinfer", parts, prompts[:1], limits, sampling, seed, gamma=6)
-        assert together[0] == alone[0]
+        batched, _ = run(target, "specinfer", parts, prompts, limits, sampling, seed, gamma=6)
+        single, _ = run(target, "specinfer", parts, prompts[:1], limits, sampling, seed, gamma=6)
+        assert batched[0] == single[0]
 
 
 @pytest.mark.parametrize(("name", "options"), LOSSLESS, ids=str)
@@ -127,9 +127,9 @@ def test_texts_end_at_a_stop_token_or_the_limit(
     full = [greedy(target_model, prompt, 25) for prompt in PROMPTS]
     stop = full[0][9]
     output, _ = run(target, name, parts, PROMPTS, Limits(23, (stop,)), **options)
-    for mine, theirs in zip(output, full, strict=True):
-        end = theirs.index(stop) + 1 if stop in theirs[:23] else 23
-        assert mine == theirs[:end]
+    for text, full_text in zip(output, full, strict=True):
+        end = full_text.index(stop) + 1 if stop in full_text[:23] else 23
+        assert text == full_text[:end]
 
 
 def test_a_stop_token_in_the_prompt_does_not_end_decoding(target_model: LlamaForCausalLM, parts: Parts) -> None:
@@ -169,9 +169,9 @@ def test_artifacts_of_another_target_are_refused(
     cases = [("speculative", Parts(short), "16 .*27"), ("bpd", heads_of(64, 16), "16.*32")]
     cases += [(name, Parts(other), "32 .*64") for name in ("speculative", "mjsd", "spectr", "adaptive")]
     cases += [("bigram", Parts(table=table), "32 .*64"), ("slim-s", Parts(heads=parts.heads, table=table), "32 .*64")]
-    for name, wrong, message in [*cases, ("bpd", heads_of(32, 16), "32 .*64")]:
+    for name, artifacts, message in [*cases, ("bpd", heads_of(32, 16), "32 .*64")]:
         with pytest.raises(ValueError, match=message):
-            run(wrap_model(target_model), name, wrong, [[1, 2, 3, 4]], Limits(20))
+            run(wrap_model(target_model), name, artifacts, [[1, 2, 3, 4]], Limits(20))
 
 
 @pytest.mark.parametrize(
@@ -243,15 +243,15 @@ def test_speculative_beams_equal_the_targets_in_fewer_forwards(
     with torch.no_grad():
         near.lm_head.weight += 0.02 * torch.randn(near.lm_head.weight.shape, generator=torch.Generator().manual_seed(2))
     limits, sampling = Limits(14, stops), Sampling()
-    wanted, plain = run(target, "beam", Parts(), PROMPTS, limits, sampling, num_beams=beams)
-    found = {}
+    expected, plain_steps = run(target, "beam", Parts(), PROMPTS, limits, sampling, num_beams=beams)
+    forwards = {}
     for name, model in {"same": target_model, "near": near, "far": make_llama(VOCAB, seed=5)}.items():
         options = {"num_beams": beams, "draft_beams": width, "draft_gamma": gamma}
         texts, steps = run(target, "beam", Parts(wrap_model(model)), PROMPTS, limits, sampling, **options)
-        assert texts == wanted
-        found[name] = steps[0].forwards
-    assert found["same"] <= found["near"] <= found["far"] <= plain[0].forwards
-    assert found["same"] <= 2 + -(-13 // (1 + gamma)) * (1 if not stops else 2)
+        assert texts == expected
+        forwards[name] = steps[0].forwards
+    assert forwards["same"] <= forwards["near"] <= forwards["far"] <= plain_steps[0].forwards
+    assert forwards["same"] <= 2 + -(-13 // (1 + gamma)) * (1 if not stops else 2)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -261,8 +261,8 @@ def test_auxiliary_states_do_not_change_texts(
 ) -> None:
     limits, sampling = Limits(24), Sampling(temperature)
     targets = [wrap_model(target_model, aux_layers=layers) for layers in ((), (1, 2))]
-    plain, giving = (run(target, name, parts, PROMPTS, limits, sampling)[0] for target in targets)
-    assert giving == plain
+    without_aux, with_aux = (run(target, name, parts, PROMPTS, limits, sampling)[0] for target in targets)
+    assert with_aux == without_aux
 
 
 @pytest.mark.parametrize("fast", [True, False])
@@ -272,16 +272,16 @@ def test_a_long_prompt_is_read_in_parts(
     target_model: LlamaForCausalLM, parts: Parts, name: str, fast: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = wrap_model(target_model, fast=fast, aux_layers=(0, 2))
-    whole, _ = run(target, name, parts, PROMPTS, Limits(30))
+    expected, _ = run(target, name, parts, PROMPTS, Limits(30))
     context = engine.Context(target, PROMPTS, Limits(30), Sampling(), Rng.for_rows(0, 4), (3, 3))
     monkeypatch.setattr(engine, "PREFILL_TOKENS", 2)
-    assert run(target, name, parts, PROMPTS, Limits(30))[0] == whole
-    again = engine.Context(target, PROMPTS, Limits(30), Sampling(), Rng.for_rows(0, 4), (3, 3))
-    assert again.aux_BSG is not None
+    assert run(target, name, parts, PROMPTS, Limits(30))[0] == expected
+    in_parts = engine.Context(target, PROMPTS, Limits(30), Sampling(), Rng.for_rows(0, 4), (3, 3))
+    assert in_parts.aux_BSG is not None
     assert context.aux_BSG is not None
     for row, prompt in enumerate(PROMPTS):
-        read = slice(0, len(prompt) - 1)
-        assert torch.allclose(again.aux_BSG[row, read], context.aux_BSG[row, read], atol=1e-5)
+        positions = slice(0, len(prompt) - 1)
+        assert torch.allclose(in_parts.aux_BSG[row, positions], context.aux_BSG[row, positions], atol=1e-5)
 
 
 def test_beams_equal_those_of_transformers(target_model: LlamaForCausalLM) -> None:
@@ -289,14 +289,14 @@ def test_beams_equal_those_of_transformers(target_model: LlamaForCausalLM) -> No
     draws, target = torch.Generator().manual_seed(7), wrap_model(target_model)
     prompts = [torch.randint(1, VOCAB, (length % 9 + 1,), generator=draws).tolist() for length in range(100)]
     options = {"num_beams": 4, "draft_beams": 8, "draft_gamma": 2}
-    found, _ = run(target, "beam", Parts(target), prompts, Limits(7), Sampling(), **options)
-    for prompt, text in zip(prompts, found, strict=True):
+    texts, _ = run(target, "beam", Parts(target), prompts, Limits(7), Sampling(), **options)
+    for prompt, text in zip(prompts, texts, strict=True):
         ids = torch.tensor([prompt])
-        asked = {"num_beams": 4, "do_sample": False, "max_new_tokens": 7, "length_penalty": 0.0}
-        asked |= {"return_dict_in_generate": True, "output_scores": True}
-        given = {"attention_mask": torch.ones_like(ids), "eos_token_id": None, "pad_token_id": 0}
-        theirs = target_model.generate(ids, **asked, **given)
-        assert theirs.sequences[0, len(prompt) :].tolist() == text
+        settings = {"num_beams": 4, "do_sample": False, "max_new_tokens": 7, "length_penalty": 0.0}
+        settings |= {"return_dict_in_generate": True, "output_scores": True}
+        inputs = {"attention_mask": torch.ones_like(ids), "eos_token_id": None, "pad_token_id": 0}
+        reference = target_model.generate(ids, **settings, **inputs)
+        assert reference.sequences[0, len(prompt) :].tolist() == text
         logits_TV = target_model(torch.tensor([prompt + text])).logits[0, len(prompt) - 1 : -1]
         score = logits_TV.log_softmax(-1).gather(1, torch.tensor(text)[:, None]).sum()
-        assert score.item() == pytest.approx(float(theirs.sequences_scores[0]), abs=1e-4)
+        assert score.item() == pytest.approx(float(reference.sequences_scores[0]), abs=1e-4)

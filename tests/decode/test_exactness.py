@@ -121,8 +121,8 @@ def exact_distribution(model: LlamaForCausalLM, sampling: Sampling) -> torch.Ten
     ids = torch.cat((torch.tensor(PROMPT).expand(len(paths), -1), paths), 1)
     with torch.inference_mode():
         probs = warp(model(ids).logits, sampling).double()
-    places = torch.arange(len(PROMPT) - 1, len(PROMPT) - 1 + TOKENS)
-    return probs[:, places].gather(2, paths[:, :, None])[..., 0].prod(1)
+    positions = torch.arange(len(PROMPT) - 1, len(PROMPT) - 1 + TOKENS)
+    return probs[:, positions].gather(2, paths[:, :, None])[..., 0].prod(1)
 
 
 def p_value(
@@ -140,9 +140,9 @@ def p_value(
     assert counts[expected == 0].sum() == 0, "a token of probability 0 was drawn"
     rare = expected < 5  # outcomes too rare for the chi-square approximation are merged
     observed = torch.cat((counts[~rare], counts[rare].sum()[None]))
-    wanted = torch.cat((expected[~rare], expected[rare].sum()[None]))
-    keep = wanted > 0
-    return float(chisquare(observed[keep].numpy(), wanted[keep].numpy() * ROWS / wanted.sum().item()).pvalue)
+    merged = torch.cat((expected[~rare], expected[rare].sum()[None]))
+    keep = merged > 0
+    return float(chisquare(observed[keep].numpy(), merged[keep].numpy() * ROWS / merged.sum().item()).pvalue)
 
 
 @pytest.fixture
@@ -215,24 +215,24 @@ def test_block_verification_accepts_as_many_tokens_as_its_formula(make_stream: M
     rows, vocab, depth = 200_000, 3, 3
     stream = torch.Generator().manual_seed(4)
     target_KV, draft_KV = torch.rand(2, depth + 1, vocab, generator=stream).softmax(-1).pow(3)
-    target_KV, draft_KV = (each / each.sum(-1, keepdim=True) for each in (target_KV, draft_KV))
+    target_KV, draft_KV = (probs_KV / probs_KV.sum(-1, keepdim=True) for probs_KV in (target_KV, draft_KV))
     drawn_BK = torch.stack([torch.multinomial(q_V, rows, True, generator=stream) for q_V in draft_KV[:depth]], 1)
     tokens_BN = torch.nn.functional.pad(drawn_BK, (1, 0))
     proposal = Proposal(Tree.chain(depth), tokens_BN, draft_KV[:depth].expand(rows, -1, -1))
     target_BNV = target_KV.expand(rows, -1, -1)
     rules = (Traversal(), ExactBlock(), ExactChain())
-    found = [rule.verify(proposal, target_BNV, make_stream(1, rows)).accepted_B for rule in rules]
+    lengths = [rule.verify(proposal, target_BNV, make_stream(1, rows)).accepted_B for rule in rules]
     ratio_XK = torch.tensor(list(itertools.product(range(vocab), repeat=depth)))
     chance_X = torch.stack([draft_KV[level, ratio_XK[:, level]] for level in range(depth)]).prod(0)
-    kept_X, alone_X = torch.ones_like(chance_X), torch.ones_like(chance_X)
-    wanted = torch.zeros(2)
+    block_X, token_wise_X = torch.ones_like(chance_X), torch.ones_like(chance_X)
+    expected = torch.zeros(2)
     for level in range(depth):
         token_X = ratio_XK[:, level]
         ratio_X = target_KV[level, token_X] / draft_KV[level, token_X]
-        kept_X, alone_X = (kept_X * ratio_X).clamp(max=1), alone_X * ratio_X.clamp(max=1)
-        wanted += torch.stack(((chance_X * kept_X).sum(), (chance_X * alone_X).sum()))
-    assert wanted[0] > 1.02 * wanted[1]
-    for accepted_B, mean in zip(found, wanted[[0, 0, 1]].tolist(), strict=True):
+        block_X, token_wise_X = (block_X * ratio_X).clamp(max=1), token_wise_X * ratio_X.clamp(max=1)
+        expected += torch.stack(((chance_X * block_X).sum(), (chance_X * token_wise_X).sum()))
+    assert expected[0] > 1.02 * expected[1]
+    for accepted_B, mean in zip(lengths, expected[[0, 0, 1]].tolist(), strict=True):
         lengths_B = accepted_B.double()
         assert abs(float(lengths_B.mean()) - mean) < 5 * float(lengths_B.std()) / rows**0.5
 
@@ -242,7 +242,7 @@ def test_traversal_accepts_more_than_verification_from_the_root(make_stream: Mak
     rows, vocab, tree = 100_000, 5, Tree.k_ary((2, 2))
     stream = torch.Generator().manual_seed(4)
     target_KV, draft_KV = torch.rand(2, 3, vocab, generator=stream).softmax(-1).pow(3)
-    target_KV, draft_KV = (each / each.sum(-1, keepdim=True) for each in (target_KV, draft_KV))
+    target_KV, draft_KV = (probs_KV / probs_KV.sum(-1, keepdim=True) for probs_KV in (target_KV, draft_KV))
     draft_BMV = draft_KV[[0, 1, 1]].expand(rows, -1, -1)
     race_BMV = draft_BMV / torch.empty(draft_BMV.shape).exponential_(generator=stream)
     tokens_BN = torch.nn.functional.pad(race_BMV.topk(2, -1).indices.flatten(1), (1, 0))

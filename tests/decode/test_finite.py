@@ -58,10 +58,10 @@ def chain(make_markov: Callable[[Tensor], Any]) -> Chain:
 
 def decoded(name: str, options: dict[str, Any], target: Any, parts: Parts, sampling: Sampling) -> list[list[int]]:
     method = build_method(name, parts, sampling, **options)
-    found: list[list[int]] = [[] for _ in PROMPTS]
+    texts: list[list[int]] = [[] for _ in PROMPTS]
     for step in generate(target, *method, PROMPTS, Limits(12), sampling, Rng.for_rows(0, len(PROMPTS))):
-        found = [ids + new for ids, new in zip(found, step.new_ids, strict=True)]
-    return found
+        texts = [ids + new for ids, new in zip(texts, step.new_ids, strict=True)]
+    return texts
 
 
 def parts_of(chain: Chain, heads: PredictionHeads | None = None, bad: float | None = None) -> Parts:
@@ -119,11 +119,11 @@ def test_damaged_logits_of_ended_rows_are_ignored(chain: Chain) -> None:
     target = chain(0)
     method = build_method("autoregressive", Parts(), Sampling())
     (_, longer) = decoded("autoregressive", {}, target, Parts(), Sampling())
-    stop, at = longer[BROKEN - len(PROMPTS[1])], BROKEN
-    assert stop not in longer[: at - len(PROMPTS[1])]
+    stop, end = longer[BROKEN - len(PROMPTS[1])], BROKEN
+    assert stop not in longer[: end - len(PROMPTS[1])]
     broken, limits = chain(0, math.nan), Limits(6, (stop,))
     steps = list(generate(broken, *method, PROMPTS, limits, Sampling(), Rng.for_rows(0, 2)))
-    assert [token for step in steps for token in step.new_ids[1]] == longer[: at + 1 - len(PROMPTS[1])]
+    assert [token for step in steps for token in step.new_ids[1]] == longer[: end + 1 - len(PROMPTS[1])]
 
 
 def test_samples_from_nan_are_valid_tokens() -> None:
@@ -158,11 +158,11 @@ def test_masked_tokens_are_no_fault() -> None:
         model.lm_head.bias[:4] = -math.inf
     target = wrap_model(model)
     for sampling in SAMPLINGS:
-        found = decoded("speculative", {}, target, Parts(target), sampling)
-        assert all(4 <= token < VOCAB for ids in found for token in ids)
+        texts = decoded("speculative", {}, target, Parts(target), sampling)
+        assert all(4 <= token < VOCAB for ids in texts for token in ids)
 
 
 def test_temperatures_that_overflow_are_refused() -> None:
-    for wrong in (-1.0, 1e-40, math.inf, math.nan):
-        with pytest.raises(ValueError, match=rf"1e-30.*got {wrong}"):
-            Sampling(wrong)
+    for temperature in (-1.0, 1e-40, math.inf, math.nan):
+        with pytest.raises(ValueError, match=rf"1e-30.*got {temperature}"):
+            Sampling(temperature)

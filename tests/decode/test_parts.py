@@ -18,9 +18,9 @@ from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWa
 @pytest.mark.parametrize("branching", [(1,), (3,), (2, 3, 1), (4, 2, 2, 1), (1, 1, 1)])
 def test_trees_follow_their_branching(branching: tuple[int, ...]) -> None:
     tree = Tree.k_ary(branching)
-    again = Tree.from_parents(tree.parents_BN, len(branching))
-    assert torch.equal(tree.depth_BN, again.depth_BN)
-    assert torch.equal(tree.ancestors_BNN, again.ancestors_BNN)
+    rebuilt = Tree.from_parents(tree.parents_BN, len(branching))
+    assert torch.equal(tree.depth_BN, rebuilt.depth_BN)
+    assert torch.equal(tree.ancestors_BNN, rebuilt.ancestors_BNN)
     assert tree.nodes == 1 + sum(int(np.prod(branching[: level + 1])) for level in range(len(branching)))
     for node in range(tree.nodes):
         depth = int(tree.depth_BN[0, node])
@@ -30,10 +30,10 @@ def test_trees_follow_their_branching(branching: tuple[int, ...]) -> None:
             above = int(tree.parents_BN[0, above])
         assert set(torch.nonzero(tree.ancestors_BNN[0, node])[:, 0].tolist()) == line
         assert len(line) == depth + 1
-        wanted = branching[depth] if depth < len(branching) else 0
+        num_children = branching[depth] if depth < len(branching) else 0
         children = torch.nonzero(tree.parents_BN[0] == node)[:, 0].tolist()
-        assert [int(tree.rank_BN[0, child]) for child in children] == list(range(wanted))
-        if wanted:
+        assert [int(tree.rank_BN[0, child]) for child in children] == list(range(num_children))
+        if num_children:
             inner_MC, exists_MC = tree.inner_children
             assert inner_MC[node][exists_MC[node]].tolist() == children
     lines = [torch.nonzero(tree.ancestors_BNN[0, node])[:, 0].tolist() for node in range(tree.nodes)]
@@ -53,9 +53,9 @@ def test_a_tree_is_copied_to_a_device_once() -> None:
 
 def test_parsing_of_branching() -> None:
     assert parse_branching("4x2X1") == (4, 2, 1)
-    for wrong in ("", "4x", "4x-1", "0", "axb"):
-        with pytest.raises(ValueError, match=f"'{wrong}'"):
-            parse_branching(wrong)
+    for text in ("", "4x", "4x-1", "0", "axb"):
+        with pytest.raises(ValueError, match=f"'{text}'"):
+            parse_branching(text)
 
 
 @pytest.mark.parametrize(
@@ -74,9 +74,9 @@ def test_warping_equals_that_of_transformers(sampling: Sampling) -> None:
 def test_temperature_zero_is_one_hot_and_wrong_settings_are_refused() -> None:
     logits = torch.tensor([[0.0, 2.0, 2.0, 1.0]])
     assert warp(logits, Sampling()).tolist() == [[0.0, 1.0, 0.0, 0.0]]
-    for wrong in ({"temperature": -1.0}, {"top_k": -2}, {"top_p": 0.0}, {"top_p": 1.5}):
-        with pytest.raises(ValueError, match=next(iter(wrong))):
-            Sampling(**wrong)  # type: ignore[arg-type]
+    for settings in ({"temperature": -1.0}, {"top_k": -2}, {"top_p": 0.0}, {"top_p": 1.5}):
+        with pytest.raises(ValueError, match=next(iter(settings))):
+            Sampling(**settings)  # type: ignore[arg-type]
 
 
 def test_categorical_inverts_the_distribution() -> None:
@@ -86,21 +86,21 @@ def test_categorical_inverts_the_distribution() -> None:
 
 
 def test_random_numbers_do_not_depend_on_other_rows() -> None:
-    together, second, seen = Rng.for_rows(5, 3), Rng.for_rows(6, 1), set[float]()
+    batched, single, numbers = Rng.for_rows(5, 3), Rng.for_rows(6, 1), set[float]()
     for shape in [(4,), (), (2, 400), (30, 40), (5, 60), (1000,), (1025,), (3,)]:
-        found, alone = together.uniform(*shape), second.uniform(*shape)
-        assert found.shape == (3, *shape)
-        assert torch.equal(found[1], alone[0])
-        seen |= set(found.flatten().tolist())
-    assert len(seen) == 3 * (4 + 1 + 800 + 1200 + 300 + 1000 + 1025 + 3), "no number is repeated"
-    assert torch.equal(together.exponential(2, 3)[1], second.exponential(2, 3)[0])
+        batched_numbers, single_numbers = batched.uniform(*shape), single.uniform(*shape)
+        assert batched_numbers.shape == (3, *shape)
+        assert torch.equal(batched_numbers[1], single_numbers[0])
+        numbers |= set(batched_numbers.flatten().tolist())
+    assert len(numbers) == 3 * (4 + 1 + 800 + 1200 + 300 + 1000 + 1025 + 3), "no number is repeated"
+    assert torch.equal(batched.exponential(2, 3)[1], single.exponential(2, 3)[0])
 
 
-@pytest.mark.parametrize(("depth", "candidates", "wanted"), [(1, 3, 2), (2, 4, 5), (3, 3, 7), (4, 3, 20), (3, 2, 50)])
+@pytest.mark.parametrize(("depth", "candidates", "count"), [(1, 3, 2), (2, 4, 5), (3, 3, 7), (4, 3, 20), (3, 2, 50)])
 @pytest.mark.parametrize("linked", [True, False])
 @pytest.mark.parametrize("full", [True, False])
-def test_best_paths_equal_enumeration(depth: int, candidates: int, wanted: int, linked: bool, full: bool) -> None:
-    generator = torch.Generator().manual_seed(depth * 100 + wanted)
+def test_best_paths_equal_enumeration(depth: int, candidates: int, count: int, linked: bool, full: bool) -> None:
+    generator = torch.Generator().manual_seed(depth * 100 + count)
     log_probs = torch.randn(3, depth, candidates, generator=generator)
     first = torch.randn(3, candidates, generator=generator)
     first[0, 0] = -torch.inf  # a pair that was never counted
@@ -108,7 +108,7 @@ def test_best_paths_equal_enumeration(depth: int, candidates: int, wanted: int, 
     edges = log_probs[:, 1:, :, None].expand(-1, -1, -1, candidates)
     if links is not None:
         edges = edges + links.transpose(2, 3)
-    lattice = Lattice(3, depth, candidates, wanted, "cpu", full)
+    lattice = Lattice(3, depth, candidates, count, "cpu", full)
     for _ in range(2):  # a second search must not depend on the state of the first
         parents_BN, depth_BN, place_BN = lattice.best_paths(first + log_probs[:, 0], edges)
     for row in range(3):
@@ -120,17 +120,17 @@ def test_best_paths_equal_enumeration(depth: int, candidates: int, wanted: int, 
                     score += sum(float(links[row, i, a, b]) for i, (a, b) in enumerate(itertools.pairwise(path)))
                 if score > -np.inf:
                     scores[path] = score
-        best = sorted(scores, key=scores.__getitem__, reverse=True)[:wanted]
+        best = sorted(scores, key=scores.__getitem__, reverse=True)[:count]
         expected = {path[: length + 1] for path in best for length in range(len(path))}
-        found: dict[int, tuple[int, ...]] = {0: ()}
+        node_paths: dict[int, tuple[int, ...]] = {0: ()}
         for node in range(1, parents_BN.shape[1]):
             parent = int(parents_BN[row, node])
             if parent >= 0:
                 assert parent < node
-                found[node] = (*found[parent], int(place_BN[row, node]) % candidates)
-                assert int(depth_BN[row, node]) == len(found[node])
-        assert set(found.values()) - {()} == expected
-        assert len(set(found.values())) == len(found)  # no prefix is repeated
+                node_paths[node] = (*node_paths[parent], int(place_BN[row, node]) % candidates)
+                assert int(depth_BN[row, node]) == len(node_paths[node])
+        assert set(node_paths.values()) - {()} == expected
+        assert len(set(node_paths.values())) == len(node_paths)  # no prefix is repeated
 
 
 def test_the_tally_follows_the_definitions() -> None:
@@ -175,9 +175,9 @@ def test_typical_acceptance_by_hand(shape: str) -> None:
             above, prob = paths[parent], float(probs_BNV[row, parent, tokens_BN[row, node]])
             passes = above is not None and prob > float(floor_BN[row, parent])
             paths[node] = (above[0] + np.log(prob), [*above[1], node]) if above and passes else None
-            found = paths[node]
-            if found and (len(found[1]), found[0]) > best[:2]:
-                best = (len(found[1]), found[0], found[1])
+            current = paths[node]
+            if current and (len(current[1]), current[0]) > best[:2]:
+                best = (len(current[1]), current[0], current[1])
         depths.add(best[0])
         assert verdict.path_BK[row, : int(verdict.accepted_B[row])].tolist() == best[2]
         end = best[2][-1] if best[2] else 0

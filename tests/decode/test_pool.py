@@ -41,13 +41,13 @@ def test_every_text_equals_that_of_the_engine(
 ) -> None:
     target, limits = wrap_model(make_llama(VOCAB), fast=fast), Limits(12, STOPS)
     pool, prompts = Pool(target, 3, limits, samplings[0]), prompts_of(20, 3)
-    asked = [samplings[seed % len(samplings)] for seed in range(20)]
-    tickets = {pool.add(prompt, seed, asked[seed]): seed for seed, prompt in enumerate(prompts)}
-    found = {}
+    chosen = [samplings[seed % len(samplings)] for seed in range(20)]
+    tickets = {pool.add(prompt, seed, chosen[seed]): seed for seed, prompt in enumerate(prompts)}
+    texts = {}
     while pool.busy:
-        found |= {tickets[ticket]: ids for ticket, ids in pool.step()}
-    assert found == {n: decode_alone(target, prompt, n, limits, asked[n]) for n, prompt in enumerate(prompts)}
-    ends = [ids[-1] in STOPS for ids in found.values()]
+        texts |= {tickets[ticket]: ids for ticket, ids in pool.step()}
+    assert texts == {n: decode_alone(target, prompt, n, limits, chosen[n]) for n, prompt in enumerate(prompts)}
+    ends = [ids[-1] in STOPS for ids in texts.values()]
     assert 0 < sum(ends) < 20, "some texts must end by a stop token, others by the limit"
 
 
@@ -55,29 +55,29 @@ def test_a_conversation_reuses_the_cache_of_its_row(
     make_llama: Callable[..., LlamaForCausalLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target, limits, sampling = wrap_model(make_llama(VOCAB)), Limits(8), Sampling()
-    pool, read, extend = Pool(target, 2, limits, sampling), [], type(target).extend
+    pool, lengths, extend = Pool(target, 2, limits, sampling), [], type(target).extend
 
-    def counted(model: object, cache: object, tokens_BM: torch.Tensor, *rest: object) -> torch.Tensor:
-        read.append(tokens_BM.shape[1])
-        return extend(model, cache, tokens_BM, *rest)
+    def counting_extend(model: object, cache: object, tokens_BM: torch.Tensor, *options: object) -> torch.Tensor:
+        lengths.append(tokens_BM.shape[1])
+        return extend(model, cache, tokens_BM, *options)
 
-    monkeypatch.setattr(type(target), "extend", counted)
+    monkeypatch.setattr(type(target), "extend", counting_extend)
     turns = dict(enumerate(prompts_of(2, 5)))
-    wanted, found = [], []
+    prompts, answers = [], []
     for turn in range(3):
         tickets = {pool.add(prompt, 0): n for n, prompt in turns.items()}
         while pool.busy:
             for ticket, ids in pool.step():
-                wanted.append(turns[tickets[ticket]])
-                found.append(ids)
-        for prompt, ids in zip(wanted[-2:], found[-2:], strict=True):
-            n = next(n for n, asked in turns.items() if asked == prompt)
+                prompts.append(turns[tickets[ticket]])
+                answers.append(ids)
+        for prompt, ids in zip(prompts[-2:], answers[-2:], strict=True):
+            n = next(n for n, turn_prompt in turns.items() if turn_prompt == prompt)
             turns[n] = [*prompt, *ids, 5 + n, 9]
         if not turn:
-            read.clear()
-    assert max(read) == 2, "later turns read the end of the previous answer and the question without its last token"
+            lengths.clear()
+    assert max(lengths) == 2, "later turns read the end of the previous answer and the question without its last token"
     monkeypatch.undo()
-    assert found == [decode_alone(target, prompt, 0, limits, sampling) for prompt in wanted]
+    assert answers == [decode_alone(target, prompt, 0, limits, sampling) for prompt in prompts]
 
 
 def test_the_cache_grows_with_the_longest_prompt(make_llama: Callable[..., LlamaForCausalLM]) -> None:
@@ -85,10 +85,10 @@ def test_the_cache_grows_with_the_longest_prompt(make_llama: Callable[..., Llama
     pool = Pool(target, 2, limits, Sampling())
     prompts = [[1, 2, 3], list(range(40)) * 30, [4]]
     tickets = [pool.add(prompt, 0) for prompt in prompts]
-    found = {}
+    texts = {}
     while pool.busy:
-        found |= dict(pool.step())
-    assert [found[ticket] for ticket in tickets] == [
+        texts |= dict(pool.step())
+    assert [texts[ticket] for ticket in tickets] == [
         decode_alone(target, prompt, 0, limits, Sampling()) for prompt in prompts
     ]
 

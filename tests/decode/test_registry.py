@@ -36,8 +36,8 @@ def test_the_recipe_has_all_methods() -> None:
     rows = [(row.method, row.options) for row in recipe.methods if row.temperature is None]
     variants = [row for row in method_variants() if "datastore" not in row[1]]
     assert rows == [row for row in variants if row != ("medusa", {"acceptance": "typical"})]
-    drawn = {row.method for row in recipe.methods if row.temperature == 1}
-    assert drawn == set(METHODS) - {"beam", "mjgd"}
+    sampled = {row.method for row in recipe.methods if row.temperature == 1}
+    assert sampled == set(METHODS) - {"beam", "mjgd"}
     assert "medusa typical T=1" in recipe.labels()
     fewer = EvaluateRecipe.model_validate(values | {"table": None, "heads": None})
     assert not {"slim-s", "medusa", "bigram"} & {row.method for row in fewer.methods}
@@ -72,8 +72,8 @@ def test_methods_are_lossless_if_their_verifiers_are(make_llama: Any, make_heads
     table.texts = TextStore.from_documents(texts)
     parts = Parts(wrap_model(make_llama(12)), make_heads(4, 32, 12), table)
     for name, options in method_variants():
-        found = build_method(name, parts, Sampling(1.0), **options).verifier.lossless
-        assert found == method_config(name, options).is_lossless, name
+        is_lossless = build_method(name, parts, Sampling(1.0), **options).verifier.lossless
+        assert is_lossless == method_config(name, options).is_lossless, name
 
 
 @pytest.mark.parametrize(

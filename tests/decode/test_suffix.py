@@ -49,14 +49,12 @@ def likely(text: list[int], texts: list[list[int]], guesses: list[dict[int, floa
     """Compute the joint probability of every path by a search over all positions of all texts."""
     length = next((n for n in range(min(16, len(text) - 1), 0, -1) if text[-n:] in ends(text[:-1], n)), 0)
     start = max((end for end in range(length, len(text)) if text[end - length : end] == text[-length:]), default=0)
-    own = tuple(text[start + step % (len(text) - start)] for step in range(depth)) if length else ()
+    suffix_match = tuple(text[start + step % (len(text) - start)] for step in range(depth)) if length else ()
     context = next(
         (n for n in range(min(CONTEXT, len(text)), 0, -1) if any(text[-n:] in ends(t[:-1], n) for t in texts)), 0
     )
-    follow = [
-        t[at:] for t in texts for at in range(context, len(t)) if context and t[at - context : at] == text[-context:]
-    ]
-    found: dict[Path, float] = {}
+    follow = [t[i:] for t in texts for i in range(context, len(t)) if context and t[i - context : i] == text[-context:]]
+    probabilities: dict[Path, float] = {}
     open_paths: list[tuple[Path, float]] = [((), 1.0)]
     while open_paths:
         path, joint = open_paths.pop()
@@ -64,24 +62,24 @@ def likely(text: list[int], texts: list[list[int]], guesses: list[dict[int, floa
         if step == depth:
             continue
         shares: dict[int, float] = dict(guesses[step]) if step < len(guesses) else {}
-        if own and path == own[:step]:
-            shares[own[step]] = max(shares.get(own[step], 0), 1 - 0.8 / (length + step) ** 0.7)
-        here = [rest[: step + 1] for rest in follow if tuple(rest[:step]) == path]
-        counts = Counter(rest[step] for rest in here if len(rest) > step)
+        if suffix_match and path == suffix_match[:step]:
+            shares[suffix_match[step]] = max(shares.get(suffix_match[step], 0), 1 - 0.8 / (length + step) ** 0.7)
+        matches = [continuation[: step + 1] for continuation in follow if tuple(continuation[:step]) == path]
+        counts = Counter(continuation[step] for continuation in matches if len(continuation) > step)
         commonest = sorted(
-            Counter({-1: len(here) - counts.total()} | counts).items(), key=lambda item: (-item[1], item[0])
+            Counter({-1: len(matches) - counts.total()} | counts).items(), key=lambda item: (-item[1], item[0])
         )
-        for token, count in [each for each in commonest if each[1]][:4]:
+        for token, count in [pair for pair in commonest if pair[1]][:4]:
             if token >= 0:
-                shares[token] = max(shares.get(token, 0), count / (len(here) + 1))
+                shares[token] = max(shares.get(token, 0), count / (len(matches) + 1))
         for token, share in shares.items():
-            found[*path, token] = joint * share
+            probabilities[*path, token] = joint * share
             open_paths.append(((*path, token), joint * share))
-    return found
+    return probabilities
 
 
 def ends(text: list[int], length: int) -> list[list[int]]:
-    return [text[at : at + length] for at in range(len(text) - length + 1)]
+    return [text[start : start + length] for start in range(len(text) - length + 1)]
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -92,13 +90,13 @@ def test_trees_contain_the_most_likely_paths(seed: int) -> None:
     texts = [draw.integers(0, VOCAB, draw.integers(0, 20)).tolist() for _ in range(seed % 5 * 4)]
     guesses = [{int(token): float(draw.random()) for token in draw.permutation(VOCAB)[:2]} for _ in range(seed % 3)]
     nodes, depth, least = int(draw.integers(1, 12)), int(draw.integers(1, 5)), float(draw.choice([0.02, 0.1, 0.3]))
-    store = TextStore.from_documents([np.array(each, dtype=np.int32) for each in texts]) if texts else None
+    store = TextStore.from_documents([np.array(ids, dtype=np.int32) for ids in texts]) if texts else None
     grown = started(nodes, depth, least, store).grow(0, np.array(text), guesses)
-    found = paths_of([node.parent for node in grown], [node.token for node in grown])
-    wanted = likely(text, texts, guesses, depth)
-    enough = sorted((joint for joint in wanted.values() if joint >= least), reverse=True)[:nodes]
-    assert len(set(found)) == len(found)
-    assert [wanted[path] for path in found] == pytest.approx(enough)
+    paths = paths_of([node.parent for node in grown], [node.token for node in grown])
+    joints = likely(text, texts, guesses, depth)
+    enough = sorted((joint for joint in joints.values() if joint >= least), reverse=True)[:nodes]
+    assert len(set(paths)) == len(paths)
+    assert [joints[path] for path in paths] == pytest.approx(enough)
     assert [node.joint for node in grown] == pytest.approx(enough)
 
 
@@ -106,13 +104,13 @@ def test_the_latest_of_the_longest_matches_is_used() -> None:
     draw = np.random.default_rng(5)
     for _ in range(300):
         text = draw.integers(0, 3, draw.integers(1, 40))
-        places: dict[int, int] = {}
+        latest: dict[int, int] = {}
         for end in range(1, len(text)):
-            same = next((n for n in range(16) if n >= end or text[end - 1 - n] != text[-1 - n]), 16)
-            if same:
-                places[same] = end
-        wanted = (places[max(places)], max(places)) if places else (0, 0)
-        assert longest_match(text) == wanted
+            length = next((n for n in range(16) if n >= end or text[end - 1 - n] != text[-1 - n]), 16)
+            if length:
+                latest[length] = end
+        expected = (latest[max(latest)], max(latest)) if latest else (0, 0)
+        assert longest_match(text) == expected
 
 
 @pytest.fixture
@@ -122,8 +120,8 @@ def target_model(make_llama: Callable[..., LlamaForCausalLM]) -> LlamaForCausalL
 
 def test_a_datastore_with_the_answer_is_always_accepted(target_model: LlamaForCausalLM) -> None:
     target, prompt = wrap_model(target_model), [3, 1, 4]
-    plain = generate(target, *build_method("autoregressive", Parts(), GREEDY), [prompt], Limits(40), GREEDY, RNG)
-    answer = [token for step in plain for token in step.new_ids[0]]
+    greedy = generate(target, *build_method("autoregressive", Parts(), GREEDY), [prompt], Limits(40), GREEDY, RNG)
+    answer = [token for step in greedy for token in step.new_ids[0]]
     table = BigramTable.from_documents([np.array(answer)], 64)
     with pytest.raises(ValueError, match=r"`count\.texts`"):
         build_method("suffix", Parts(table=table), GREEDY, datastore="table")
@@ -191,11 +189,11 @@ def test_dynamic_trees_with_suffixes_equal_a_plain_implementation(
     propose = proposer.propose
 
     def after(text: list[int], path: Path) -> list[float]:
-        found: list[float] = small(torch.tensor([[*text, *path]])).logits[0, -1].softmax(-1).tolist()
-        return found
+        result: list[float] = small(torch.tensor([[*text, *path]])).logits[0, -1].softmax(-1).tolist()
+        return result
 
-    def watched(context: Context) -> Proposal:
-        wanted, rans = [], []
+    def propose_and_check(context: Context) -> Proposal:
+        expected, rans = [], []
         for row, length in enumerate(context.lengths):
             text = context.host_ids_BS[row, :length]
             nodes = proposer.suffix.grow(row, text) if proposer.suffix and not context.ended[row] else []
@@ -203,20 +201,20 @@ def test_dynamic_trees_with_suffixes_equal_a_plain_implementation(
             known = {path: node.joint for path, node in zip(paths, nodes, strict=True)}
 
             paths, ran = likeliest(partial(after, text.tolist()), known, proposer)
-            wanted.append(set() if context.ended[row] else paths)
+            expected.append(set() if context.ended[row] else paths)
             rans.append(0 if context.ended[row] else ran)
         proposal = propose(context)
         parents = proposal.tree.parents_BN.expand(rows, -1).tolist()
         for row, tokens in enumerate(proposal.tokens_BN.tolist()):
             paths = paths_of(parents[row][1:], tokens[1:])
-            found = [path for path, parent in zip(paths, parents[row][1:], strict=True) if parent >= 0]
-            assert set(found) == wanted[row]
-            assert len(found) == len(wanted[row])
+            result = [path for path, parent in zip(paths, parents[row][1:], strict=True) if parent >= 0]
+            assert set(result) == expected[row]
+            assert len(result) == len(expected[row])
         assert max(rans) <= sum(proposer._ran) <= sum(rans)  # equal if there is one row
-        sizes.append(len(found))
+        sizes.append(len(result))
         return proposal
 
-    monkeypatch.setattr(proposer, "propose", watched)
+    monkeypatch.setattr(proposer, "propose", propose_and_check)
     list(generate(target, *method, [[1, 2, 3, 1, 2], [3, 4]][:rows], Limits(64), GREEDY, Rng.for_rows(0, rows)))
     assert len(sizes) >= 8
     assert len(set(sizes)) > 1

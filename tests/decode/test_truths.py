@@ -133,42 +133,42 @@ def test_mjsd_at_threshold_1_is_greedy_decoding(make_llama: MakeLlama) -> None:
 def test_mjsd_keeps_the_longest_passing_prefix(make_llama: MakeLlama, sampling: Sampling) -> None:
     """Expected prefixes come from plain forwards of both models. Some pass although a shorter prefix fails."""
     target, drafter = make_pair(make_llama, 16, noise=0.1)
-    threshold, late, seen = 0.6, 0, set()
+    threshold, late, lengths = 0.6, 0, set()
     method = build_method(
         "mjsd", Parts(wrap_model(drafter)), sampling, gamma=4, num_beams=3, likelihood_threshold=threshold
     )
     for text, drafted, accepted, gained in trace(wrap_model(target), method, sampling, Limits(60)):
-        places, tokens = torch.arange(len(text) - 1, len(text) + 3), torch.tensor(drafted)
-        p, q = (log_probs(model, [text + drafted])[0, places, tokens].cumsum(0).exp() for model in (target, drafter))
+        positions, tokens = torch.arange(len(text) - 1, len(text) + 3), torch.tensor(drafted)
+        p, q = (log_probs(model, [text + drafted])[0, positions, tokens].cumsum(0).exp() for model in (target, drafter))
         passes = [min(1.0, ratio) > threshold for ratio in (p / q).tolist()]
         assert accepted == max((length for length in range(1, 5) if passes[length - 1]), default=0)
         late += not all(passes[:accepted])
-        seen.add(accepted)
+        lengths.add(accepted)
         if sampling.greedy and len(gained) > accepted:
             assert gained[accepted] == greedy(target, text + drafted[:accepted], 1)[0]
     assert late > 0
-    assert seen == {0, 1, 2, 3, 4}
+    assert lengths == {0, 1, 2, 3, 4}
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, PLAIN], ids=["greedy", "sampled"])
 def test_bild_falls_back_and_rolls_back_by_its_thresholds(make_llama: MakeLlama, sampling: Sampling) -> None:
     target, drafter = make_pair(make_llama, 16, noise=0.1)
-    fallback, rollback, cut, refused = 0.3, 1.5, 0, 0
+    fallback, rollback, cut, rolled_back = 0.3, 1.5, 0, 0
     options = {"gamma": 6, "fallback_threshold": fallback, "rollback_threshold": rollback}
     method = build_method("bild", Parts(wrap_model(drafter)), sampling, **options)
     for text, drafted, accepted, gained in trace(wrap_model(target), method, sampling, Limits(60)):
-        here = slice(len(text) - 1, None)
-        p, q = (log_probs(model, [text + drafted])[0, here] for model in (target, drafter))
+        positions = slice(len(text) - 1, None)
+        p, q = (log_probs(model, [text + drafted])[0, positions] for model in (target, drafter))
         sure = (q.exp().amax(-1) >= fallback).tolist()
         assert all(sure[: len(drafted)])
         assert len(drafted) == 6 or not sure[len(drafted)]
-        unlikely = [place for place, token in enumerate(drafted) if -float(p[place, token]) > rollback]
+        unlikely = [index for index, token in enumerate(drafted) if -float(p[index, token]) > rollback]
         assert accepted == min([*unlikely, len(drafted)])
-        cut, refused = cut + (0 < len(drafted) < 6), refused + (accepted < len(drafted))
+        cut, rolled_back = cut + (0 < len(drafted) < 6), rolled_back + (accepted < len(drafted))
         if sampling.greedy and len(gained) > accepted:
             assert gained[accepted] == int(p[accepted].argmax())
     assert cut > 5
-    assert refused > 5
+    assert rolled_back > 5
 
 
 def test_the_oracle_drafts_only_accepted_tokens(make_llama: MakeLlama) -> None:
@@ -246,24 +246,24 @@ class Recording(Proposer):
 def paths(proposal: Proposal, row: int) -> set[tuple[int, ...]]:
     """Return the token sequences from the root to each node of a tree."""
     parents = proposal.tree.parents_BN.expand(len(proposal.tokens_BN), -1)[row].tolist()
-    found: dict[int, tuple[int, ...]] = {0: ()}
+    node_paths: dict[int, tuple[int, ...]] = {0: ()}
     for node, (parent, token) in enumerate(zip(parents, proposal.tokens_BN[row].tolist(), strict=True)):
         if node and parent >= 0:
-            found[node] = (*found[parent], token)
-    return set(found.values()) - {()}
+            node_paths[node] = (*node_paths[parent], token)
+    return set(node_paths.values()) - {()}
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, PLAIN], ids=["greedy", "sampled"])
 def test_bpd_is_slim_with_one_full_sequence(make_llama: MakeLlama, make_heads: MakeHeads, sampling: Sampling) -> None:
     target, heads = wrap_model(make_llama(12, seed=0)), make_heads(3, 32, 12)
     blockwise = build_method("bpd", Parts(heads=heads), sampling)
-    beside = Recording(blockwise.proposer, PrunedHeadTree(heads, None, 1, (4,) * 3, 0.01, 3, "full"))
-    output, steps = run(target, Method(beside, blockwise.verifier), sampling, Limits(40))
-    for chain, pruned in beside.pairs:
+    recording = Recording(blockwise.proposer, PrunedHeadTree(heads, None, 1, (4,) * 3, 0.01, 3, "full"))
+    output, steps = run(target, Method(recording, blockwise.verifier), sampling, Limits(40))
+    for chain, pruned in recording.pairs:
         assert torch.equal(chain.tokens_BN, pruned.tokens_BN)
         assert torch.equal(chain.tree.parents_BN.expand(len(PROMPTS), -1), pruned.tree.parents_BN)
-    again, same_steps = run(target, Method(beside.both[1], blockwise.verifier), sampling, Limits(40))
-    assert again == output
+    slim_output, same_steps = run(target, Method(recording.both[1], blockwise.verifier), sampling, Limits(40))
+    assert slim_output == output
     assert [step.accepted.tolist() for step in same_steps] == [step.accepted.tolist() for step in steps]
     assert sum(int(step.accepted.sum()) for step in steps) > 0
 
@@ -280,7 +280,7 @@ def test_slim_keeps_the_highest_posteriors(
     documents = [rng.integers(0, vocab, 8) for _ in range(12)]
     table = BigramTable.from_documents(documents, vocab)
     pairs = [pair for document in documents for pair in itertools.pairwise(document.tolist())]
-    left, right = (np.bincount(side, minlength=vocab) for side in zip(*pairs, strict=True))
+    left, right = (np.bincount(ids, minlength=vocab) for ids in zip(*pairs, strict=True))
 
     def correlation(x: int, y: int) -> float:
         count = pairs.count((x, y))
@@ -292,7 +292,7 @@ def test_slim_keeps_the_highest_posteriors(
     top = heads_BKV.topk(4, -1)
     roots = [2, 7, 11]
     tree = PrunedHeadTree(make_heads(depth, 1, vocab), table, sequences, counts, unseen, depth, lengths, add_k)
-    found, tokens_BN = tree.prune(torch.tensor(roots)[:, None], top.indices, top.values.log())
+    pruned, tokens_BN = tree.prune(torch.tensor(roots)[:, None], top.indices, top.values.log())
     for row, root in enumerate(roots):
         posteriors = {}
         for length in range(1, depth + 1) if lengths == "all" else [depth]:
@@ -303,19 +303,19 @@ def test_slim_keeps_the_highest_posteriors(
                 if posterior > 0:
                     posteriors[path] = posterior
         best = sorted(posteriors, key=posteriors.__getitem__, reverse=True)[:sequences]
-        wanted = {path[:length] for path in best for length in range(1, len(path) + 1)}
-        assert paths(Proposal(found, tokens_BN), row) == wanted
+        expected = {path[:length] for path in best for length in range(1, len(path) + 1)}
+        assert paths(Proposal(pruned, tokens_BN), row) == expected
 
 
 def test_slim_decodes_without_any_sequence(make_llama: MakeLlama, make_heads: MakeHeads) -> None:
     """With r = 0 for unseen pairs, the tree may consist of the root only."""
     model = make_llama(12, seed=0)
-    wanted = [greedy(model, prompt, 20) for prompt in PROMPTS]
+    expected = [greedy(model, prompt, 20) for prompt in PROMPTS]
     for documents in ([np.arange(1)], [np.arange(12), np.arange(4)]):
         parts = Parts(heads=make_heads(3, 32, 12), table=BigramTable.from_documents(documents, 12))
         method = build_method("slim-s", parts, GREEDY, unseen_correlation=0.0, num_candidates=4)
         output, steps = run(wrap_model(model), method, GREEDY, Limits(20))
-        assert output == wanted
+        assert output == expected
         assert {step.nodes for step in steps} == ({1} if len(documents) == 1 else {1, 2, 3, 4})
 
 
@@ -339,10 +339,10 @@ def test_a_wide_beam_finds_the_most_likely_sequence(make_llama: MakeLlama, stop:
     method = build_method("beam", Parts(), GREEDY, num_beams=36)
     steps = list(generate(wrap_model(model), *method, prompts, limits, GREEDY, Rng.for_rows(0, len(prompts))))
     assert len(steps) == 1
-    wanted = [likeliest(model, prompt, 3, stop) for prompt in prompts]
-    assert steps[0].new_ids == wanted
-    assert any(found != greedy(model, prompt, 3)[: len(found)] for prompt, found in zip(prompts, wanted, strict=True))
-    assert any(len(found) < 3 for found in wanted) == (stop is not None)
+    expected = [likeliest(model, prompt, 3, stop) for prompt in prompts]
+    assert steps[0].new_ids == expected
+    assert any(text != greedy(model, prompt, 3)[: len(text)] for prompt, text in zip(prompts, expected, strict=True))
+    assert any(len(text) < 3 for text in expected) == (stop is not None)
 
 
 @pytest.mark.parametrize("stop", [None, 4])
@@ -368,18 +368,18 @@ def test_prompt_lookup_continues_periodic_texts(make_markov: MakeMarkov) -> None
     steps = list(trace(make_markov(cycle), method, GREEDY, Limits(32), prompts))
     for text, drafted, accepted, gained in steps:
         repeats = len(set(text)) < len(text)
-        assert drafted == ([(text[-1] + place) % 5 for place in range(1, 8)] if repeats else [])
+        assert drafted == ([(text[-1] + offset) % 5 for offset in range(1, 8)] if repeats else [])
         assert accepted == len(drafted)
-        assert gained == [(text[-1] + place) % 5 for place in range(1, 9)][: len(gained)]
+        assert gained == [(text[-1] + offset) % 5 for offset in range(1, 9)][: len(gained)]
     assert [len(step[1]) for step in steps[:3]] == [7, 7, 0]
 
 
 def latest_match(text: list[int], longest: int) -> int:
     """Return the position after the longest earlier match of a text's end (the latest one), by a full search."""
     for size in range(min(longest, len(text) - 1), 0, -1):
-        for place in range(len(text) - 1, size - 1, -1):
-            if text[place - size : place] == text[-size:]:
-                return place
+        for end in range(len(text) - 1, size - 1, -1):
+            if text[end - size : end] == text[-size:]:
+                return end
     return -1
 
 
@@ -387,6 +387,6 @@ def latest_match(text: list[int], longest: int) -> int:
 def test_lookup_equals_a_full_search(longest: int) -> None:
     rng = np.random.default_rng(longest)
     ids_BS, lengths_B = rng.integers(0, 4, (500, 12)), rng.integers(1, 13, 500)  # texts may be shorter than the rows
-    wanted = [latest_match(ids_S[:length].tolist(), longest) for ids_S, length in zip(ids_BS, lengths_B, strict=True)]
-    assert lookup(ids_BS, lengths_B, longest).tolist() == wanted
-    assert 0 < wanted.count(-1) < 250
+    expected = [latest_match(ids_S[:length].tolist(), longest) for ids_S, length in zip(ids_BS, lengths_B, strict=True)]
+    assert lookup(ids_BS, lengths_B, longest).tolist() == expected
+    assert 0 < expected.count(-1) < 250

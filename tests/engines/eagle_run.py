@@ -32,19 +32,19 @@ class PlainAttention(nn.Module):
         super().__init__()
         self.sizes, self.kept = (heads, kv_heads, width), list[Tensor]()
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Tensor:
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *options: Any) -> Tensor:
         heads, kv_heads, width = self.sizes
         query_HTE, key_JTE, value_JTE = (
-            side.view(-1, count, width).transpose(0, 1)
-            for side, count in ((query, heads), (key, kv_heads), (value, kv_heads))
+            states.view(-1, count, width).transpose(0, 1)
+            for states, count in ((query, heads), (key, kv_heads), (value, kv_heads))
         )
         if self.kept:
             key_JTE, value_JTE = (torch.cat(pair, 1) for pair in zip(self.kept, (key_JTE, value_JTE), strict=True))
         self.kept = [key_JTE, value_JTE]
-        seen = torch.ones(query_HTE.shape[1], key_JTE.shape[1], dtype=torch.bool)
-        seen = seen.tril(key_JTE.shape[1] - query_HTE.shape[1])
+        mask = torch.ones(query_HTE.shape[1], key_JTE.shape[1], dtype=torch.bool)
+        mask = mask.tril(key_JTE.shape[1] - query_HTE.shape[1])
         made_1HTE = F.scaled_dot_product_attention(
-            query_HTE[None], key_JTE[None], value_JTE[None], attn_mask=seen, enable_gqa=heads != kv_heads
+            query_HTE[None], key_JTE[None], value_JTE[None], attn_mask=mask, enable_gqa=heads != kv_heads
         )
         return made_1HTE[0].transpose(0, 1).flatten(1)
 
@@ -105,24 +105,24 @@ def step_of(engine: str, model: Any, tokens_T: Tensor, places_T: Tensor, above_T
 
 
 def main() -> None:
-    asked = json.load(sys.stdin)
+    request = json.load(sys.stdin)
     torch.set_default_dtype(torch.float32)
-    engine, given = asked["engine"], load_file(asked["given"])
-    model, context, finish = {"vllm": vllm_model, "sglang": sglang_model}[engine](asked["folder"], asked["target"])
-    vocab, stored = len(given["embeddings"]), load_file(f"{asked['folder']}/model.safetensors")
-    model.model.embed_tokens.weight.data[:vocab] = given["embeddings"]  # both engines share the target's embedding
+    engine, inputs = request["engine"], load_file(request["given"])
+    model, context, finish = {"vllm": vllm_model, "sglang": sglang_model}[engine](request["folder"], request["target"])
+    vocab, stored = len(inputs["embeddings"]), load_file(f"{request['folder']}/model.safetensors")
+    model.model.embed_tokens.weight.data[:vocab] = inputs["embeddings"]  # both engines share the target's embedding
     if "lm_head.weight" not in stored:
         assert engine == "vllm" or model.load_lm_head_from_target, "the output layer would have random weights"
-        model.lm_head.weight.data[:vocab] = given["rows"]
+        model.lm_head.weight.data[:vocab] = inputs["rows"]
     finish()
     attention = model.model.layers[0].self_attn
     attention.attn = PlainAttention(attention.num_heads, attention.num_kv_heads, attention.head_dim)
-    tokens_T = given["tokens"]
+    tokens_T = inputs["tokens"]
     places_T, chain = torch.arange(len(tokens_T)), list[int]()
     with context, torch.inference_mode():
-        made_TD, above_TD = step_of(engine, model, tokens_T, places_T, given["states"])
+        made_TD, above_TD = step_of(engine, model, tokens_T, places_T, inputs["states"])
         hidden_TD, logits_TR = made_TD, made_TD @ model.lm_head.weight[: model.config.draft_vocab_size].T
-        for step in range(asked["steps"]):
+        for step in range(request["steps"]):
             if engine == "vllm":
                 best = model.compute_logits(made_TD[-1:]).argmax(-1)
             else:
@@ -130,8 +130,8 @@ def main() -> None:
                 best = best if model.hot_token_id is None else model.hot_token_id[best]
             chain.append(int(best))
             made_TD, above_TD = step_of(engine, model, best, places_T[-1:] + 1 + step, above_TD[-1:])
-    found = {"hidden": hidden_TD, "logits": logits_TR, "chain": torch.tensor(chain)}
-    save_file({name: tensor.clone().contiguous() for name, tensor in found.items()}, asked["save"])
+    outputs = {"hidden": hidden_TD, "logits": logits_TR, "chain": torch.tensor(chain)}
+    save_file({name: tensor.clone().contiguous() for name, tensor in outputs.items()}, request["save"])
     print(json.dumps({"chain": chain}))
 
 

@@ -11,36 +11,36 @@ from urllib.request import Request, urlopen
 PATIENCE = 600
 
 
-def environment(**more: str) -> dict[str, str]:
+def environment(**overrides: str) -> dict[str, str]:
     """Return the environment of this process without its Python paths."""
-    kept = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONHOME")}
-    return kept | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"} | more
+    variables = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONHOME")}
+    return variables | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"} | overrides
 
 
-def answer_of(python: str, script: str, asked: Mapping[str, Any], **more: str) -> dict[str, Any]:
+def answer_of(python: str, script: str, request: Mapping[str, Any], **more: str) -> dict[str, Any]:
     """Run a script of this folder with an engine's Python on a JSON object, and return the script's answer.
 
     Raises:
         RuntimeError: The script failed; the message has the end of its error output.
     """
-    done = subprocess.run(
+    process = subprocess.run(
         [python, str(Path(__file__).with_name(script))],
-        input=json.dumps(asked),
+        input=json.dumps(request),
         env=environment(**more),
         capture_output=True,
         text=True,
         check=False,
         timeout=PATIENCE,
     )
-    if done.returncode:
-        raise RuntimeError(done.stderr[-8000:])
-    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    if process.returncode:
+        raise RuntimeError(process.stderr[-8000:])
+    answer: dict[str, Any] = json.loads(process.stdout.splitlines()[-1])
     return answer
 
 
-def ask(url: str, **asked: Any) -> dict[str, Any]:
+def ask(url: str, **settings: Any) -> dict[str, Any]:
     """Send a JSON object to a server and return its answer."""
-    request = Request(url, json.dumps(asked).encode(), {"Content-Type": "application/json"})
-    with urlopen(request, timeout=PATIENCE) as answered:
-        answer: dict[str, Any] = json.load(answered)
+    request = Request(url, json.dumps(settings).encode(), {"Content-Type": "application/json"})
+    with urlopen(request, timeout=PATIENCE) as response:
+        answer: dict[str, Any] = json.load(response)
     return answer

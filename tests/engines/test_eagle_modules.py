@@ -61,18 +61,18 @@ def test_exports_compute_the_same_in_engines(
     for name, weight in heads.named_parameters():
         torch.nn.init.uniform_(weight, 0.5, 1.5) if "norm" in name else torch.nn.init.normal_(weight, std=0.3)
     heads.attach(model.get_input_embeddings().weight, model.get_output_embeddings().weight).requires_grad_(False)
-    about = {"vocab_size": VOCAB, "shapes": {"num_heads": 3}, "recipe": {}, "data": {}, "training": {}}
-    about |= {"tokenizer_fingerprint": None, "target": {"id": str(tmp_path / "target")}}
-    save_artifact(tmp_path / "heads", kind="heads", write=partial(save_eagle, heads), **about)
+    manifest = {"vocab_size": VOCAB, "shapes": {"num_heads": 3}, "recipe": {}, "data": {}, "training": {}}
+    manifest |= {"tokenizer_fingerprint": None, "target": {"id": str(tmp_path / "target")}}
+    save_artifact(tmp_path / "heads", kind="heads", write=partial(save_eagle, heads), **manifest)
     export_artifact(tmp_path / "heads", "eagle3", tmp_path / "export", FORMATS)
     states_TG, tokens_T = torch.randn(TOKENS, len(LAYERS) * heads.hidden_size), torch.randint(VOCAB, (TOKENS,))
-    given = {"embeddings": heads.embedding.clone(), "states": states_TG, "tokens": tokens_T}
-    given |= {"rows": heads.projection().clone()}
-    save_file(given, tmp_path / "given.safetensors")
-    asked = {"engine": engine, "folder": str(tmp_path / "export"), "target": str(tmp_path / "target"), "steps": STEPS}
-    asked |= {"given": str(tmp_path / "given.safetensors"), "save": str(tmp_path / "found.safetensors")}
-    serving.answer_of(PYTHONS[engine], "eagle_run.py", asked, VLLM_CPU_KVCACHE_SPACE="1", VLLM_LOGGING_LEVEL="WARNING")
-    found, expected = load_file(tmp_path / "found.safetensors"), ours(heads, states_TG, tokens_T)
-    assert found["chain"].tolist() == expected["chain"].tolist()
-    assert torch.allclose(found["hidden"], expected["hidden"], rtol=1e-4, atol=1e-4)
-    assert torch.allclose(found["logits"], expected["logits"], rtol=1e-4, atol=1e-4)
+    inputs = {"embeddings": heads.embedding.clone(), "states": states_TG, "tokens": tokens_T}
+    inputs |= {"rows": heads.projection().clone()}
+    save_file(inputs, tmp_path / "given.safetensors")
+    job = {"engine": engine, "folder": str(tmp_path / "export"), "target": str(tmp_path / "target"), "steps": STEPS}
+    job |= {"given": str(tmp_path / "given.safetensors"), "save": str(tmp_path / "found.safetensors")}
+    serving.answer_of(PYTHONS[engine], "eagle_run.py", job, VLLM_CPU_KVCACHE_SPACE="1", VLLM_LOGGING_LEVEL="WARNING")
+    outputs, expected = load_file(tmp_path / "found.safetensors"), ours(heads, states_TG, tokens_T)
+    assert outputs["chain"].tolist() == expected["chain"].tolist()
+    assert torch.allclose(outputs["hidden"], expected["hidden"], rtol=1e-4, atol=1e-4)
+    assert torch.allclose(outputs["logits"], expected["logits"], rtol=1e-4, atol=1e-4)

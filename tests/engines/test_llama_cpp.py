@@ -57,15 +57,15 @@ pytestmark = [
 ]
 
 
-def successors(wrong: int = 0) -> list[int]:
+def successors(wrong_every: int = 0) -> list[int]:
     """Return each token's successor in a cycle over all tokens except special ones; each `wrong`th one is changed."""
     order = np.random.default_rng(0).permutation(np.arange(len(SPECIAL), VOCAB))
     following = np.arange(VOCAB)
     following[order] = np.roll(order, -1)
-    if wrong:
-        following[order[::wrong]] = np.roll(following[order[::wrong]], 1)
-    found: list[int] = following.tolist()
-    return found
+    if wrong_every:
+        following[order[::wrong_every]] = np.roll(following[order[::wrong_every]], 1)
+    result: list[int] = following.tolist()
+    return result
 
 
 def model_of(following: list[int], layers: int = 2) -> LlamaForCausalLM:
@@ -88,17 +88,17 @@ class Works:
         self.folder, self.serving = folder, serving
         self.tokenizer = train_bpe(TEXT, VOCAB, SPECIAL)
         self.following = successors()
-        self.other = successors(wrong=7)
+        self.other = successors(wrong_every=7)
         self.target = model_of(self.following)
         self.gguf = {"target": self.gguf_of("target", self.target)}
         self.gguf["copy"] = self.gguf_of("copy", self.target)
         self.gguf["other"] = self.gguf_of("other", model_of(self.other))
 
     def save(self, name: str, kind: str, write: Any) -> None:
-        about: dict[str, Any] = {key: {} for key in ("shapes", "recipe", "data", "training")}
-        about |= {"vocab_size": VOCAB, "tokenizer_fingerprint": None}
-        about["target"] = None if name == "target" else {"id": str(self.folder / "target")}
-        save_artifact(self.folder / name, kind=kind, write=write, **about)
+        manifest: dict[str, Any] = {key: {} for key in ("shapes", "recipe", "data", "training")}
+        manifest |= {"vocab_size": VOCAB, "tokenizer_fingerprint": None}
+        manifest["target"] = None if name == "target" else {"id": str(self.folder / "target")}
+        save_artifact(self.folder / name, kind=kind, write=write, **manifest)
 
     def export(self, name: str, form: str) -> Path:
         options = ExportOptions(llama_cpp=ENGINE) if form.endswith("gguf") else ExportOptions()
@@ -116,18 +116,18 @@ class Works:
     def greedy_tokens(self, prompt: str) -> list[int]:
         """Return the target's greedy tokens, decoded by transformers."""
         ids = torch.tensor([self.tokenizer.encode(prompt)])
-        found: list[int] = self.target.generate(ids, do_sample=False, max_new_tokens=NEW)[
+        tokens: list[int] = self.target.generate(ids, do_sample=False, max_new_tokens=NEW)[
             0, ids.shape[1] - 1 :
         ].tolist()
-        assert found[1:] == [self.following[token] for token in found[:-1]]
-        assert len(set(found)) == 1 + NEW
-        return found[1:]
+        assert tokens[1:] == [self.following[token] for token in tokens[:-1]]
+        assert len(set(tokens)) == 1 + NEW
+        return tokens[1:]
 
     def bytes_of(self, ids: list[int]) -> bytes:
-        own = [byte for byte in range(256) if chr(byte).isprintable() and byte not in (32, 173)]
-        others = [byte for byte in range(256) if byte not in own]
-        characters = {chr(byte): byte for byte in own} | {chr(256 + at): byte for at, byte in enumerate(others)}
-        return bytes(characters[one] for token in self.tokenizer.convert_ids_to_tokens(ids) for one in token)
+        plain = [byte for byte in range(256) if chr(byte).isprintable() and byte not in (32, 173)]
+        others = [byte for byte in range(256) if byte not in plain]
+        characters = {chr(byte): byte for byte in plain} | {chr(256 + i): byte for i, byte in enumerate(others)}
+        return bytes(characters[c] for token in self.tokenizer.convert_ids_to_tokens(ids) for c in token)
 
 
 @pytest.fixture(scope="module")
@@ -140,43 +140,43 @@ def run(program: str, *arguments: str | Path, last: str = "") -> tuple[bytes, st
     """Run a program of llama.cpp until its output contains `last`, since it may be cut off; return stdout and all."""
     command = [ENGINE / "build" / "bin" / program, *arguments]
     for _ in range(TRIES):
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False, timeout=600)
-        greedy_tokens = (done.stdout + done.stderr).decode(errors="replace")
-        assert done.returncode == 0, greedy_tokens[-4000:]
-        if last in greedy_tokens:
-            return done.stdout, greedy_tokens
-    raise AssertionError(f"{TRIES} times cut off:\n{greedy_tokens[-4000:]}")
+        process = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False, timeout=600)
+        output = (process.stdout + process.stderr).decode(errors="replace")
+        assert process.returncode == 0, output[-4000:]
+        if last in output:
+            return process.stdout, output
+    raise AssertionError(f"{TRIES} times cut off:\n{output[-4000:]}")
 
 
-def number(greedy_tokens: str, name: str) -> int:
-    found = re.search(rf"\b{name}\s*=\s*(\d+)", greedy_tokens)
-    assert found, greedy_tokens[-4000:]
-    return int(found[1])
+def number(output: str, name: str) -> int:
+    match = re.search(rf"\b{name}\s*=\s*(\d+)", output)
+    assert match, output[-4000:]
+    return int(match[1])
 
 
-def drafts(following: list[int], right: list[int], last: int) -> tuple[int, int]:
+def drafts(following: list[int], target: list[int], last: int) -> tuple[int, int]:
     """Return the expected numbers of draft and accepted tokens of llama-speculative-simple after the token `last`."""
-    drafted = accepted = greedy_tokens = 0
-    while greedy_tokens <= NEW:
-        left = NEW - greedy_tokens - 1
+    drafted = accepted = decoded = 0
+    while decoded <= NEW:
+        left = NEW - decoded - 1
         length = min(GAMMA, left) if left > 0 else GAMMA
-        kept = 0
-        while kept < length and following[last] == right[last]:
-            kept, last = kept + 1, right[last]
-        last = right[last]
-        drafted, accepted, greedy_tokens = drafted + length, accepted + kept, greedy_tokens + kept + 1
+        count = 0
+        while count < length and following[last] == target[last]:
+            count, last = count + 1, target[last]
+        last = target[last]
+        drafted, accepted, decoded = drafted + length, accepted + count, decoded + count + 1
     return drafted, accepted
 
 
 def test_tokens_equal_those_of_transformers(works: Works, tmp_path: Path) -> None:
     texts = [*NASTY, Path(__file__).read_text(encoding="utf-8")]
-    for number_of, text in enumerate(texts):
-        path = tmp_path / f"{number_of}.txt"
+    for index, text in enumerate(texts):
+        path = tmp_path / f"{index}.txt"
         path.write_bytes(text.encode())
         arguments = ("--ids", "--no-bos", "--no-parse-special", "--no-escape", "--log-disable", "-f", path)
         out, _ = run("llama-tokenize", "-m", works.gguf["target"], *arguments)
-        found = json.loads(out.decode().strip().splitlines()[-1])
-        assert found == works.tokenizer.encode(text, split_special_tokens=True), text
+        tokens = json.loads(out.decode().strip().splitlines()[-1])
+        assert tokens == works.tokenizer.encode(text, split_special_tokens=True), text
 
 
 def test_models_generate_as_in_transformers(works: Works) -> None:
@@ -219,24 +219,24 @@ def test_drafters(works: Works, program: str) -> None:
     for prompt in PROMPTS:
         greedy_tokens = works.greedy_tokens(prompt)
         for name, following in (("copy", works.following), ("other", works.other)):
-            out, told = run(
+            out, log = run(
                 program, "-m", works.gguf["target"], "-md", works.gguf[name], *settings, "-p", prompt, last="n_accept"
             )
             assert works.bytes_of(greedy_tokens) in out
-            found = number(told, "n_drafted"), number(told, "n_accept")
+            counts = number(log, "n_drafted"), number(log, "n_accept")
             if program == "llama-speculative-simple":
-                assert found == drafts(following, works.following, works.tokenizer.encode(prompt)[-1])
-            assert found[1] == found[0] > 0 if name == "copy" else 0 < found[1] < found[0]
+                assert counts == drafts(following, works.following, works.tokenizer.encode(prompt)[-1])
+            assert counts[1] == counts[0] > 0 if name == "copy" else 0 < counts[1] < counts[0]
 
 
 def check_served(command: str, works: Works, every_draft: bool) -> None:
     """Check that a server started by a command of SERVING.md gives the target's tokens and accepts drafts."""
     program, *arguments = shlex.split(command)
-    started = [str(ENGINE / "build" / "bin" / program), *arguments, *EXACT]
-    asked = {"n_predict": NEW, "temperature": 0, "return_tokens": True, "cache_prompt": False}
-    with running(started, works.folder / "server.log", cwd=works.folder) as server:
+    full_command = [str(ENGINE / "build" / "bin" / program), *arguments, *EXACT]
+    settings = {"n_predict": NEW, "temperature": 0, "return_tokens": True, "cache_prompt": False}
+    with running(full_command, works.folder / "server.log", cwd=works.folder) as server:
         for prompt in PROMPTS:
-            answer = works.serving.ask(f"{server.url}/completion", **asked, prompt=works.tokenizer.encode(prompt))
+            answer = works.serving.ask(f"{server.url}/completion", **settings, prompt=works.tokenizer.encode(prompt))
             assert answer["tokens"] == works.greedy_tokens(prompt)
             drafted, accepted = (answer["timings"][key] for key in ("draft_n", "draft_n_accepted"))
             assert drafted > 0
@@ -258,25 +258,25 @@ def test_serving_eagle_heads_by_their_serving_md(works: Works, trimmed: bool) ->
     """If the engine reads the heads correctly, the first of two draft tokens is always accepted, the second never."""
     target, name = model_of(works.following, layers=4), "some" if trimmed else "all"
     works.gguf_of(f"{name}-target", target)
-    kept = torch.arange(len(SPECIAL), VOCAB) if trimmed else None
-    heads = EagleHeads.for_target(target.config, (0, 1, 3), kept, num_heads=2)
+    proposed = torch.arange(len(SPECIAL), VOCAB) if trimmed else None
+    heads = EagleHeads.for_target(target.config, (0, 1, 3), proposed, num_heads=2)
     with torch.no_grad():
         heads.fc.weight.zero_()[:, :HIDDEN] = torch.eye(HIDDEN)
         for silent in (heads.midlayer.self_attn.o_proj, heads.midlayer.mlp.down_proj):
             silent.weight.zero_()
         rows_VD = target.lm_head.weight[torch.tensor(works.following).argsort()]
-    heads.own_head = (rows_VD if kept is None else rows_VD[kept]).clone()
-    about = {"vocab_size": VOCAB, "shapes": {"num_heads": 2}, "recipe": {}, "data": {}, "training": {}}
-    about |= {"tokenizer_fingerprint": None, "target": {"id": str(works.folder / f"{name}-target")}}
-    save_artifact(works.folder / name, kind="heads", write=partial(save_eagle, heads), **about)
+    heads.own_head = (rows_VD if proposed is None else rows_VD[proposed]).clone()
+    manifest = {"vocab_size": VOCAB, "shapes": {"num_heads": 2}, "recipe": {}, "data": {}, "training": {}}
+    manifest |= {"tokenizer_fingerprint": None, "target": {"id": str(works.folder / f"{name}-target")}}
+    save_artifact(works.folder / name, kind="heads", write=partial(save_eagle, heads), **manifest)
     (command,) = commands(works.export(name, "eagle3-gguf"))
     program, *arguments = shlex.split(command.replace("target-gguf", f"{name}-target-gguf"))
-    asked = {"n_predict": NEW, "temperature": 0, "return_tokens": True, "cache_prompt": False}
+    settings = {"n_predict": NEW, "temperature": 0, "return_tokens": True, "cache_prompt": False}
     with running(
         [str(ENGINE / "build" / "bin" / program), *arguments, *EXACT], works.folder / "e.log", cwd=works.folder
     ) as server:
         for prompt in PROMPTS:
-            answer = works.serving.ask(f"{server.url}/completion", **asked, prompt=works.tokenizer.encode(prompt))
+            answer = works.serving.ask(f"{server.url}/completion", **settings, prompt=works.tokenizer.encode(prompt))
             assert answer["tokens"] == works.greedy_tokens(prompt)
             drafted, accepted = (answer["timings"][key] for key in ("draft_n", "draft_n_accepted"))
             assert drafted == 2 * accepted >= NEW - 4

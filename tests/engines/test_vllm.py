@@ -99,25 +99,25 @@ class Works:
         """Save a copy of each target and a drafter with added noise as artifacts."""
         torch.manual_seed(7)
         with torch.no_grad():
-            for mine, target in zip(self.models["other"].parameters(), self.models["random"].parameters(), strict=True):
-                mine.copy_(target + 0.3 * target.std() * torch.randn_like(target) if target.dim() == 2 else target)
-        for name, of, target in (
+            for copy, target in zip(self.models["other"].parameters(), self.models["random"].parameters(), strict=True):
+                copy.copy_(target + 0.3 * target.std() * torch.randn_like(target) if target.dim() == 2 else target)
+        for name, model_name, target in (
             ("copy", "random", "random"),
             ("other-drafter", "other", "random"),
             ("gemma-copy", "gemma", "gemma"),
         ):
-            self.save(name, "drafter", target, partial(self._save_model, self.models[of]))
+            self.save(name, "drafter", target, partial(self._save_model, self.models[model_name]))
 
     def _save_model(self, model: Any, folder: Path) -> None:
         model.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
 
     def save(self, name: str, kind: str, target: str, write: Callable[[Path], None]) -> None:
-        about: dict[str, Any] = {key: {} for key in ("shapes", "recipe", "data", "training")}
-        about |= {"vocab_size": VOCAB, "tokenizer_fingerprint": tokenizer_fingerprint(self.tokenizer)}
-        place = self.folder / target
-        about["target"] = {"id": str(place), "sha256": resolve_model(str(place)).sha256}
-        save_artifact(self.folder / name, kind=kind, write=write, **about)
+        manifest: dict[str, Any] = {key: {} for key in ("shapes", "recipe", "data", "training")}
+        manifest |= {"vocab_size": VOCAB, "tokenizer_fingerprint": tokenizer_fingerprint(self.tokenizer)}
+        model_folder = self.folder / target
+        manifest["target"] = {"id": str(model_folder), "sha256": resolve_model(str(model_folder)).sha256}
+        save_artifact(self.folder / name, kind=kind, write=write, **manifest)
 
     def export(self, name: str, form: str, **options: Any) -> Path:
         out = self.folder / f"{name} as {form}"
@@ -129,10 +129,10 @@ class Works:
     ) -> dict[str, Any]:
         """Return the tokens and the draft statistics of vLLM with a drafting method, or without one."""
         speculative = None if method is None else {"method": method} | settings
-        asked = {"target": str(self.folder / target), "speculative": speculative, "prompts": PROMPTS, "tokens": NEW}
-        asked["save"] = save and str(save)
-        found: dict[str, Any] = self.serving.answer_of(PYTHON, "vllm_run.py", asked, **ENVIRONMENT, PYTHONPATH=path)
-        return found
+        request = {"target": str(self.folder / target), "speculative": speculative, "prompts": PROMPTS, "tokens": NEW}
+        request["save"] = save and str(save)
+        answer: dict[str, Any] = self.serving.answer_of(PYTHON, "vllm_run.py", request, **ENVIRONMENT, PYTHONPATH=path)
+        return answer
 
     def served(self, folder: Path, log: Path) -> AbstractContextManager[Running]:
         """Start vLLM with the command of an export's SERVING.md; the context gives the running server."""
@@ -140,25 +140,25 @@ class Works:
         (command,) = [block for block in blocks if "vllm serve" in block]
         command = f'{command.rstrip()} --enforce-eager --dtype float32 --max-model-len 128 "$@"'
         path = f"{Path(PYTHON).parent}{os.pathsep}{os.environ['PATH']}"
-        known = self.serving.environment(**ENVIRONMENT, PATH=path)
-        return running(["bash", "-c", command, "serve"], log, cwd=folder.parent, env=known)
+        variables = self.serving.environment(**ENVIRONMENT, PATH=path)
+        return running(["bash", "-c", command, "serve"], log, cwd=folder.parent, env=variables)
 
     def own_drafts(self, target: str, method: str, parts: Parts, depth: int, **options: Any) -> dict[str, Any]:
         """Return the target's greedy tokens from transformers, and the draft statistics of this engine."""
         model, sampling = self.models[target], Sampling()
-        said, drafts, accepted = [], 0, [0] * depth
+        tokens, drafts, accepted = [], 0, [0] * depth
         for prompt in PROMPTS:
             ids = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=NEW, eos_token_id=None)
-            said.append(ids[0, len(prompt) :].tolist())
-            assert len(said[-1]) == NEW
-            known, built = 1, build_method(method, parts, sampling, **options)
-            start = [[*prompt, said[-1][0]]]
+            tokens.append(ids[0, len(prompt) :].tolist())
+            assert len(tokens[-1]) == NEW
+            decoded, built = 1, build_method(method, parts, sampling, **options)
+            start = [[*prompt, tokens[-1][0]]]
             for step in generate(wrap_model(model), *built, start, Limits(2 * NEW), sampling, Rng.for_rows(0, 1)):
-                drafts, known = drafts + 1, known + len(step.new_ids[0])
-                accepted = [count + (place < len(step.new_ids[0]) - 1) for place, count in enumerate(accepted)]
-                if known >= NEW:
+                drafts, decoded = drafts + 1, decoded + len(step.new_ids[0])
+                accepted = [count + (position < len(step.new_ids[0]) - 1) for position, count in enumerate(accepted)]
+                if decoded >= NEW:
                     break
-        return {"said": said, "drafts": drafts, "accepted": accepted}
+        return {"said": tokens, "drafts": drafts, "accepted": accepted}
 
 
 def two_ways(vocab_size: int, **sizes: int) -> Gemma2ForCausalLM:
@@ -197,60 +197,60 @@ def test_vllm_without_drafting_equals_the_target(target: str, works: Works) -> N
     assert works.ask(target, None) == {"said": works.own_drafts(target, "autoregressive", Parts(), 0)["said"]}
 
 
-@pytest.mark.parametrize(("drafter", "of"), [("copy", "random"), ("other-drafter", "other")])
-def test_drafters_draft_as_in_this_engine(drafter: str, of: str, works: Works) -> None:
+@pytest.mark.parametrize(("drafter", "model_name"), [("copy", "random"), ("other-drafter", "other")])
+def test_drafters_draft_as_in_this_engine(drafter: str, model_name: str, works: Works) -> None:
     folder = works.export(drafter, "vllm-sglang")
-    own_drafts = works.own_drafts(
-        "random", "speculative", Parts(drafter=wrap_model(works.models[of])), GAMMA, gamma=GAMMA
+    expected = works.own_drafts(
+        "random", "speculative", Parts(drafter=wrap_model(works.models[model_name])), GAMMA, gamma=GAMMA
     )
-    found = works.ask("random", "draft_model", model=str(folder), num_speculative_tokens=GAMMA)
-    assert found == own_drafts | {"drafted": GAMMA * own_drafts["drafts"]}
+    output = works.ask("random", "draft_model", model=str(folder), num_speculative_tokens=GAMMA)
+    assert output == expected | {"drafted": GAMMA * expected["drafts"]}
     if drafter == "copy":
-        assert found["accepted"] == [found["drafts"]] * GAMMA
+        assert output["accepted"] == [output["drafts"]] * GAMMA
     else:
-        assert 0 < sum(found["accepted"]) < found["drafted"]
+        assert 0 < sum(output["accepted"]) < output["drafted"]
 
 
 @pytest.mark.parametrize("name", ["exact", "often wrong"])
 def test_heads_draft_as_in_this_engine(name: str, works: Works, tmp_path: Path) -> None:
     folder, heads = works.export(name, "medusa"), works.heads[name]
-    own_drafts = works.own_drafts("ring", "medusa", Parts(heads=heads), HEADS, tree="x".join("1" * HEADS))
+    expected = works.own_drafts("ring", "medusa", Parts(heads=heads), HEADS, tree="x".join("1" * HEADS))
     settings: dict[str, Any] = {"model": str(folder), "num_speculative_tokens": HEADS}
-    found = works.ask("ring", "medusa", save=tmp_path / "seen", **settings)
-    assert found == own_drafts | {"drafted": HEADS * own_drafts["drafts"]}
+    output = works.ask("ring", "medusa", save=tmp_path / "seen", **settings)
+    assert output == expected | {"drafted": HEADS * expected["drafts"]}
     if name == "exact":
-        assert found["accepted"] == [found["drafts"]] * HEADS
+        assert output["accepted"] == [output["drafts"]] * HEADS
     else:
-        assert 0 < sum(found["accepted"]) < found["drafted"]
-    seen = load_file(tmp_path / "seen")
+        assert 0 < sum(output["accepted"]) < output["drafted"]
+    tensors = load_file(tmp_path / "seen")
     for k in range(HEADS):
         for layer in range(heads.num_layers):
             for part in ("weight", "bias"):
                 stored = heads.get_parameter(f"{k}.{layer}.linear.{part}")
-                assert torch.equal(seen.pop(f"blocks.{k}.layers.{layer}.{part}"), stored)
+                assert torch.equal(tensors.pop(f"blocks.{k}.layers.{layer}.{part}"), stored)
         # vLLM pads the rows to a multiple of 64
-        assert torch.equal(seen.pop(f"lm_heads.{k}.weight")[:VOCAB], heads.projection(k).detach())
-    assert not seen, "vLLM has additional tensors"
+        assert torch.equal(tensors.pop(f"lm_heads.{k}.weight")[:VOCAB], heads.projection(k).detach())
+    assert not tensors, "vLLM has additional tensors"
 
 
 def test_the_number_of_heads_is_an_upper_limit(works: Works) -> None:
     folder = works.export("exact", "medusa")
-    found = works.ask("ring", "medusa", model=str(folder), num_speculative_tokens=2)
-    assert found["accepted"] == [found["drafts"]] * 2
+    output = works.ask("ring", "medusa", model=str(folder), num_speculative_tokens=2)
+    assert output["accepted"] == [output["drafts"]] * 2
     with pytest.raises(RuntimeError, match=rf"weights were not initialized from checkpoint: .*blocks\.{HEADS}\.layers"):
         works.ask("ring", "medusa", model=str(folder), num_speculative_tokens=HEADS + 1)
 
 
 def test_tables_draft_as_in_this_engine(works: Works) -> None:
     folder = works.export("table", "vllm-bigrams", speculative_tokens=GAMMA)
-    own_drafts = works.own_drafts("ring", "bigram", Parts(table=works.table), GAMMA, gamma=GAMMA)
+    expected = works.own_drafts("ring", "bigram", Parts(table=works.table), GAMMA, gamma=GAMMA)
     settings: dict[str, Any] = {"model": "vllm_proposer.BigramProposer", "num_speculative_tokens": GAMMA}
-    found = works.ask("ring", "custom_class", path=str(folder), **settings)
-    assert found["said"] == own_drafts["said"]
+    output = works.ask("ring", "custom_class", path=str(folder), **settings)
+    assert output["said"] == expected["said"]
     # after a token without counts, this engine drafts arbitrary tokens, and the exported proposer drafts none
-    assert found["accepted"] == own_drafts["accepted"]
-    assert own_drafts["drafts"] - 3 <= found["drafts"] <= own_drafts["drafts"]
-    assert 0 < sum(found["accepted"]) < found["drafted"] <= GAMMA * found["drafts"]
+    assert output["accepted"] == expected["accepted"]
+    assert expected["drafts"] - 3 <= output["drafts"] <= expected["drafts"]
+    assert 0 < sum(output["accepted"]) < output["drafted"] <= GAMMA * output["drafts"]
     verify_artifact(folder)
 
 
@@ -267,18 +267,18 @@ def test_the_command_of_serving_serves(
     name: str, form: str, target: str, gamma: int, works: Works, tmp_path: Path
 ) -> None:
     folder, serving = works.export(name, form), works.serving
-    said = works.own_drafts(target, "autoregressive", Parts(), 0)["said"]
+    texts = works.own_drafts(target, "autoregressive", Parts(), 0)["said"]
     with works.served(folder, tmp_path / "log") as server:
-        asked = {"model": str(works.folder / target), "max_tokens": NEW, "temperature": 0, "ignore_eos": True}
-        for prompt, expected in zip(PROMPTS, said, strict=True):
-            answer = serving.ask(f"{server.url}/v1/completions", **asked, prompt=prompt, return_token_ids=True)
+        settings = {"model": str(works.folder / target), "max_tokens": NEW, "temperature": 0, "ignore_eos": True}
+        for prompt, expected in zip(PROMPTS, texts, strict=True):
+            answer = serving.ask(f"{server.url}/v1/completions", **settings, prompt=prompt, return_token_ids=True)
             assert answer["choices"][0]["token_ids"] == expected
-        with urlopen(f"{server.url}/metrics", timeout=60) as opened:
-            metrics = opened.read().decode()
+        with urlopen(f"{server.url}/metrics", timeout=60) as response:
+            metrics = response.read().decode()
     drafts, *accepted = (
         float(count)
-        for what in ("drafts", "accepted_tokens_per_pos")
-        for count in re.findall(rf"^vllm:spec_decode_num_{what}_total\{{.*\}} (\S+)$", metrics, re.MULTILINE)
+        for metric in ("drafts", "accepted_tokens_per_pos")
+        for count in re.findall(rf"^vllm:spec_decode_num_{metric}_total\{{.*\}} (\S+)$", metrics, re.MULTILINE)
     )
     assert len(accepted) == gamma
     assert sum(accepted) > 0 if form == "vllm-bigrams" else accepted == [drafts] * gamma
@@ -289,8 +289,8 @@ def test_tokens_per_step_of_a_server_equal_this_engines(works: Works, tmp_path: 
     rows = [{"conversations": [{"from": "human", "value": " ".join(f"w{t}" for t in ids)}]} for ids in PROMPTS]
     (tmp_path / "questions.json").write_text(json.dumps(rows))
     with works.served(works.export("other-drafter", "vllm-sglang"), tmp_path / "log") as server:
-        given = {"prompts": str(tmp_path / "questions.json"), "out": str(tmp_path / "served.json")}
-        recipe = bench_recipe(None, [f"max_new_tokens={NEW}"], server=f"{server.url}/v1", **given)
+        paths = {"prompts": str(tmp_path / "questions.json"), "out": str(tmp_path / "served.json")}
+        recipe = bench_recipe(None, [f"max_new_tokens={NEW}"], server=f"{server.url}/v1", **paths)
         (row,) = run_bench(recipe)["methods"]
     drafter, model = Parts(drafter=wrap_model(works.models["other"])), works.models["random"]
     later = steps = 0

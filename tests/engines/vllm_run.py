@@ -25,27 +25,27 @@ SETTINGS = {
 def counted(engine: LLM) -> dict[str, Any]:
     """Return the numbers of drafts, draft tokens, and accepted tokens by position, if vLLM drafted."""
     prefix = "vllm:spec_decode_num_"
-    found = {one.name.removeprefix(prefix): one for one in engine.get_metrics() if one.name.startswith(prefix)}
-    if not found:
+    metrics = {m.name.removeprefix(prefix): m for m in engine.get_metrics() if m.name.startswith(prefix)}
+    if not metrics:
         return {}
     return {
-        "drafts": found["drafts"].value,
-        "drafted": found["draft_tokens"].value,
-        "accepted": found["accepted_tokens_per_pos"].values,
+        "drafts": metrics["drafts"].value,
+        "drafted": metrics["draft_tokens"].value,
+        "accepted": metrics["accepted_tokens_per_pos"].values,
     }
 
 
 def main() -> None:
-    asked = json.load(sys.stdin)
-    engine = LLM(asked["target"], speculative_config=asked["speculative"], **SETTINGS)
-    sampling = SamplingParams(temperature=0, max_tokens=asked["tokens"], ignore_eos=True, detokenize=False)
-    prompts = [{"prompt_token_ids": ids} for ids in asked["prompts"]]
-    said = [list(each.outputs[0].token_ids) for each in engine.generate(prompts, sampling, use_tqdm=False)]
-    if asked["save"]:
+    request = json.load(sys.stdin)
+    engine = LLM(request["target"], speculative_config=request["speculative"], **SETTINGS)
+    sampling = SamplingParams(temperature=0, max_tokens=request["tokens"], ignore_eos=True, detokenize=False)
+    prompts = [{"prompt_token_ids": ids} for ids in request["prompts"]]
+    tokens = [list(output.outputs[0].token_ids) for output in engine.generate(prompts, sampling, use_tqdm=False)]
+    if request["save"]:
         runner = engine.llm_engine.model_executor.driver_worker.worker.model_runner
         tensors = {name: tensor.detach().clone() for name, tensor in runner.drafter.model.named_parameters()}
-        save_file(tensors, asked["save"])
-    print(json.dumps({"said": said} | counted(engine)))
+        save_file(tensors, request["save"])
+    print(json.dumps({"said": tokens} | counted(engine)))
 
 
 if __name__ == "__main__":

@@ -34,12 +34,12 @@ SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "how-to" / "transformers.md"
 
 
-def check_same(model: Any, custom: drop_in.CustomGenerate, **asked: Any) -> torch.Tensor:
+def check_same(model: Any, custom: drop_in.CustomGenerate, **settings: Any) -> torch.Tensor:
     """Check that `generate` returns the same output with and without the method, and return it."""
-    wanted = model.generate(**asked)
-    output = model.generate(custom_generate=custom, **asked)
-    assert output.dtype == wanted.dtype
-    assert output.tolist() == wanted.tolist()
+    expected = model.generate(**settings)
+    output = model.generate(custom_generate=custom, **settings)
+    assert output.dtype == expected.dtype
+    assert output.tolist() == expected.tolist()
     return output
 
 
@@ -87,8 +87,8 @@ def test_sampling_is_reproducible(target: LlamaForCausalLM, speculative: drop_in
     outputs = []
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
-        asked = BATCH | {"do_sample": True, "max_new_tokens": 12, "num_return_sequences": 2}
-        outputs += [target.generate(**asked, custom_generate=speculative) for _ in range(2)]
+        settings = BATCH | {"do_sample": True, "max_new_tokens": 12, "num_return_sequences": 2}
+        outputs += [target.generate(**settings, custom_generate=speculative) for _ in range(2)]
     assert [output.shape for output in outputs] == [(6, 17)] * 6
     assert outputs[0].tolist() == outputs[2].tolist()
     assert outputs[1].tolist() == outputs[3].tolist()
@@ -99,11 +99,11 @@ def test_sampling_is_reproducible(target: LlamaForCausalLM, speculative: drop_in
 
 
 def test_the_output_can_be_a_dictionary(target: LlamaForCausalLM, speculative: drop_in.CustomGenerate) -> None:
-    asked = BATCH | {"max_new_tokens": 6, "return_dict_in_generate": True}
+    settings = BATCH | {"max_new_tokens": 6, "return_dict_in_generate": True}
     with torch.inference_mode():  # a model that is wrapped in inference mode also works outside of it
-        plain, output = target.generate(**asked), target.generate(**asked, custom_generate=speculative)
-    assert type(output) is type(plain)
-    assert output.sequences.tolist() == plain.sequences.tolist()
+        expected, output = target.generate(**settings), target.generate(**settings, custom_generate=speculative)
+    assert type(output) is type(expected)
+    assert output.sequences.tolist() == expected.sequences.tolist()
     check_same(target, speculative, inputs=ONE, max_new_tokens=6)
 
 
@@ -111,24 +111,24 @@ def test_prompt_tuning_is_refused_and_adapters_are_applied(
     target: LlamaForCausalLM, speculative: drop_in.CustomGenerate
 ) -> None:
     peft = pytest.importorskip("peft")
-    asked = {"input_ids": ONE, "max_new_tokens": 12}
-    before = check_same(target, speculative, **asked)
+    inputs = {"input_ids": ONE, "max_new_tokens": 12}
+    before = check_same(target, speculative, **inputs)
     settings = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     adapted = peft.get_peft_model(target, settings).eval()
-    assert check_same(adapted, speculative, **asked).tolist() != before.tolist()
+    assert check_same(adapted, speculative, **inputs).tolist() != before.tolist()
     with adapted.disable_adapter():
-        assert check_same(adapted, speculative, **asked).tolist() == before.tolist()
+        assert check_same(adapted, speculative, **inputs).tolist() == before.tolist()
     merged = adapted.merge_and_unload()
-    assert check_same(merged, speculative, **asked).tolist() != before.tolist()
+    assert check_same(merged, speculative, **inputs).tolist() != before.tolist()
     tuned = peft.get_peft_model(merged, peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)).eval()
     with pytest.raises(ValueError, match="prompt tuning"):
-        tuned.generate(**asked, custom_generate=speculative)
+        tuned.generate(**inputs, custom_generate=speculative)
 
 
 def test_artifacts_must_fit_the_target(
     target: LlamaForCausalLM, make_llama: Callable[..., LlamaForCausalLM], make_heads: Callable[..., Any]
 ) -> None:
-    wrong: list[tuple[str, dict[str, Any], str]] = [
+    cases: list[tuple[str, dict[str, Any], str]] = [
         ("speculative", {}, "drafter"),
         ("slim-s", {"heads": make_heads(3, 32, VOCAB)}, "table"),
         ("speculative", {"drafter": torch.nn.Linear(1, 1)}, "Linear"),
@@ -139,8 +139,8 @@ def test_artifacts_must_fit_the_target(
         ("medusa", {"heads": PredictionHeads(4, 0, 16, VOCAB)}, "hidden_size .* the same, got 16 .*32"),
         ("medusa", {"heads": PredictionHeads(4, 0, 32, VOCAB).double()}, "float64.*float32"),
     ]
-    for name, parts, words in wrong:
-        with pytest.raises(ValueError, match=words):
+    for name, parts, message in cases:
+        with pytest.raises(ValueError, match=message):
             target.generate(ONE, custom_generate=method(name, **parts), max_new_tokens=3)
 
 
@@ -149,7 +149,7 @@ def test_a_model_is_wrapped_once(
 ) -> None:
     wrapped = []
     wrap = drop_in.wrap_model
-    monkeypatch.setattr(drop_in, "wrap_model", lambda model, **how: wrapped.append(model) or wrap(model, **how))
+    monkeypatch.setattr(drop_in, "wrap_model", lambda model, **options: wrapped.append(model) or wrap(model, **options))
     for _ in range(2):
         check_same(target, method("speculative", drafter=drafter), inputs=ONE, max_new_tokens=6)
     assert wrapped == [target, drafter]
@@ -178,12 +178,12 @@ CHANGES: dict[str, Callable[[LlamaForCausalLM, torch.Tensor], Any]] = {
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_changed_weights_are_used(target: LlamaForCausalLM, change: str) -> None:
-    asked = {"inputs": ONE, "max_new_tokens": 40}
-    before = check_same(target, method("autoregressive"), **asked).tolist()
+    settings = {"inputs": ONE, "max_new_tokens": 40}
+    before = check_same(target, method("autoregressive"), **settings).tolist()
     context = torch.enable_grad() if change == "an optimizer" else torch.no_grad()
     with context:
         CHANGES[change](target, target.model.layers[0].mlp.up_proj.weight)
-    after = check_same(target, method("autoregressive"), **asked).tolist()
+    after = check_same(target, method("autoregressive"), **settings).tolist()
     assert after != before
 
 
@@ -208,8 +208,8 @@ def test_compiled_models_are_unwrapped(target: LlamaForCausalLM, drafter: LlamaF
 def test_rows_end_with_their_end_token_and_are_padded(
     target: LlamaForCausalLM, speculative: drop_in.CustomGenerate
 ) -> None:
-    plain = target.generate(**BATCH, max_new_tokens=20)[:, 5:]
-    ends = [int(plain[0, 6]), int(plain[1, 11]), int(plain[2, 3])]
+    full = target.generate(**BATCH, max_new_tokens=20)[:, 5:]
+    ends = [int(full[0, 6]), int(full[1, 11]), int(full[2, 3])]
     output = check_same(target, speculative, **BATCH, max_new_tokens=20, eos_token_id=ends)
     assert (output[:, 5:] == PAD).any()
     assert output.shape[1] < 25
@@ -223,29 +223,29 @@ def test_criteria_get_the_same_input_as_in_generate(
     target: LlamaForCausalLM, speculative: drop_in.CustomGenerate, eos_token_id: int | None
 ) -> None:
     rules = [Divisible(3), Divisible(3)]
-    asked = BATCH | {"max_new_tokens": 40, "eos_token_id": eos_token_id}
-    wanted = target.generate(**asked, stopping_criteria=[rules[0]])
-    output = target.generate(**asked, stopping_criteria=[rules[1]], custom_generate=speculative)
-    assert output.tolist() == wanted.tolist()
+    settings = BATCH | {"max_new_tokens": 40, "eos_token_id": eos_token_id}
+    expected = target.generate(**settings, stopping_criteria=[rules[0]])
+    output = target.generate(**settings, stopping_criteria=[rules[1]], custom_generate=speculative)
+    assert output.tolist() == expected.tolist()
     assert output.shape[1] < 45
     assert rules[0].seen == rules[1].seen
-    alone = target.generate(ONE, max_new_tokens=40, stopping_criteria=[Divisible(3)], custom_generate=speculative)
-    assert alone[0, -1] % 3 == 0
+    single = target.generate(ONE, max_new_tokens=40, stopping_criteria=[Divisible(3)], custom_generate=speculative)
+    assert single[0, -1] % 3 == 0
 
 
 def test_streamers_get_the_same_input_as_in_generate(
     target: LlamaForCausalLM, speculative: drop_in.CustomGenerate
 ) -> None:
-    for asked in ({"inputs": ONE}, BATCH | {"eos_token_id": [17, 3, 5]}):
-        plain, mine = Recorder(), Recorder()
-        target.generate(**asked, max_new_tokens=12, streamer=plain)
-        target.generate(**asked, max_new_tokens=12, streamer=mine, custom_generate=speculative)
-        assert mine.seen == plain.seen
-        assert mine.seen[-1] == "end"
+    for settings in ({"inputs": ONE}, BATCH | {"eos_token_id": [17, 3, 5]}):
+        reference, recorder = Recorder(), Recorder()
+        target.generate(**settings, max_new_tokens=12, streamer=reference)
+        target.generate(**settings, max_new_tokens=12, streamer=recorder, custom_generate=speculative)
+        assert recorder.seen == reference.seen
+        assert recorder.seen[-1] == "end"
 
 
 @pytest.mark.parametrize(
-    ("asked", "sampling"),
+    ("settings", "sampling"),
     [
         ({}, Sampling()),
         ({"do_sample": True}, Sampling(1.0, 50)),
@@ -260,16 +260,18 @@ def test_warping_equals_generate(
     target: LlamaForCausalLM,
     speculative: drop_in.CustomGenerate,
     monkeypatch: pytest.MonkeyPatch,
-    asked: dict[str, Any],
+    settings: dict[str, Any],
     sampling: Sampling,
 ) -> None:
-    seen = []
+    calls = []
     build = drop_in.build_method
     monkeypatch.setattr(
-        drop_in, "build_method", lambda name, parts, how, **rest: seen.append(how) or build(name, parts, how, **rest)
+        drop_in,
+        "build_method",
+        lambda name, parts, used, **more: calls.append(used) or build(name, parts, used, **more),
     )
-    target.generate(ONE, max_new_tokens=3, custom_generate=speculative, **asked)
-    assert seen == [sampling]
+    target.generate(ONE, max_new_tokens=3, custom_generate=speculative, **settings)
+    assert calls == [sampling]
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -289,19 +291,19 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("asked", "words"), REFUSED, ids=lambda value: "+".join(value) if type(value) is dict else "")
+@pytest.mark.parametrize(("kwargs", "error"), REFUSED, ids=lambda value: "+".join(value) if type(value) is dict else "")
 def test_unsupported_settings_are_refused_by_name(
-    target: LlamaForCausalLM, speculative: drop_in.CustomGenerate, asked: dict[str, Any], words: str
+    target: LlamaForCausalLM, speculative: drop_in.CustomGenerate, kwargs: dict[str, Any], error: str
 ) -> None:
-    with pytest.raises(ValueError, match=words):
-        target.generate(input_ids=ONE, custom_generate=speculative, **({"max_length": 7} | asked))
+    with pytest.raises(ValueError, match=error):
+        target.generate(input_ids=ONE, custom_generate=speculative, **({"max_length": 7} | kwargs))
 
 
 def test_unsupported_models_are_refused(
     target: LlamaForCausalLM, drafter: LlamaForCausalLM, speculative: drop_in.CustomGenerate
 ) -> None:
-    def decode(**asked: Any) -> None:
-        target.generate(ONE, custom_generate=speculative, max_new_tokens=3, **asked)
+    def decode(**settings: Any) -> None:
+        target.generate(ONE, custom_generate=speculative, max_new_tokens=3, **settings)
 
     with pytest.raises(ValueError, match="assistant_model"):
         decode(assistant_model=drafter)
@@ -324,19 +326,19 @@ def test_encoder_decoders() -> None:
     model = AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model("t5", **sizes, decoder_start_token_id=0)).eval()
     torch.nn.init.normal_(model.lm_head.weight)
     source = torch.tensor([[5, 6, 7, 1], [9, 1, 0, 0]])
-    asked = {"attention_mask": (source > 0).long(), "max_new_tokens": 12}
+    settings = {"attention_mask": (source > 0).long(), "max_new_tokens": 12}
     custom = method("prompt-lookup")
-    check_same(model, custom, inputs=source, **asked)
-    check_same(model, custom, inputs=source.flip(1), **asked | {"attention_mask": (source.flip(1) > 0).long()})
-    rows = model.generate(source, **asked, custom_generate=custom, do_sample=True, num_return_sequences=2)
+    check_same(model, custom, inputs=source, **settings)
+    check_same(model, custom, inputs=source.flip(1), **settings | {"attention_mask": (source.flip(1) > 0).long()})
+    rows = model.generate(source, **settings, custom_generate=custom, do_sample=True, num_return_sequences=2)
     assert len(rows) == 4
-    output = model.generate(source, **asked, custom_generate=custom, return_dict_in_generate=True)
+    output = model.generate(source, **settings, custom_generate=custom, return_dict_in_generate=True)
     assert type(output).__name__ == "GenerateEncoderDecoderOutput"
-    encoded = model.encoder(source, attention_mask=asked["attention_mask"])
+    encoded = model.encoder(source, attention_mask=settings["attention_mask"])
     with pytest.raises(ValueError, match="encoder_outputs"):
-        model.generate(encoder_outputs=encoded, **asked, custom_generate=custom)
+        model.generate(encoder_outputs=encoded, **settings, custom_generate=custom)
     with pytest.raises(ValueError, match="decoder_input_ids"):
-        model.generate(source, decoder_input_ids=torch.tensor([[0, 4], [0, 5]]), **asked, custom_generate=custom)
+        model.generate(source, decoder_input_ids=torch.tensor([[0, 4], [0, 5]]), **settings, custom_generate=custom)
 
 
 @pytest.fixture
@@ -360,7 +362,7 @@ def test_the_example_of_the_documentation_runs(
     capsys.readouterr()
     names: dict[str, Any] = {}
     exec(compile(example, PAGE.name, "exec"), names)
-    plain = names["model"].generate(**names["inputs"], max_new_tokens=64)
-    assert names["output"].tolist() == plain.tolist()
-    shown = names["tokenizer"].decode(plain[0, names["inputs"]["input_ids"].shape[1] :])
-    assert capsys.readouterr().out == shown + "\n"
+    expected = names["model"].generate(**names["inputs"], max_new_tokens=64)
+    assert names["output"].tolist() == expected.tolist()
+    text = names["tokenizer"].decode(expected[0, names["inputs"]["input_ids"].shape[1] :])
+    assert capsys.readouterr().out == text + "\n"

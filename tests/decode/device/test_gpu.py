@@ -30,6 +30,6 @@ def test_each_step_synchronises_once(make_llama: Any, label: str) -> None:
             decode(target, parts, name, 1, 1.0, None, **options)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    waits = [each for each in caught if "synchroniz" in str(each.message)]
-    places = {f"{each.filename}:{each.lineno}" for each in waits}
-    assert len(waits) <= 24 + 12, places  # at most one per token, and those at the start of a text
+    waits = [warning for warning in caught if "synchroniz" in str(warning.message)]
+    lines = {f"{warning.filename}:{warning.lineno}" for warning in waits}
+    assert len(waits) <= 24 + 12, lines  # at most one per token, and those at the start of a text

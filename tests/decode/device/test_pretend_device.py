@@ -13,8 +13,8 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a re
 
 @pytest.fixture
 def cuda() -> Iterator[PretendCuda]:
-    with PretendCuda() as found:
-        yield found
+    with PretendCuda() as device:
+        yield device
     assert not torch.ones(1).is_cuda
 
 
@@ -42,7 +42,7 @@ def test_synchronisations_are_recorded(cuda: PretendCuda, kind: str | None, act:
     x = numbers()
     cuda.reset()
     act(x)
-    assert [found.kind for found in cuda.syncs] == ([] if kind is None else [kind])
+    assert [sync.kind for sync in cuda.syncs] == ([] if kind is None else [kind])
     assert not cuda.unpinned
 
 

@@ -23,9 +23,9 @@ SMALL = [
 
 @pytest.mark.slow
 def test_every_part_runs(tmp_path: Path) -> None:
-    known = os.environ | {"OUT": str(tmp_path), "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(["bash", str(SCRIPT), "all", "--pretend"], env=known, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    variables = os.environ | {"OUT": str(tmp_path), "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
+    process = subprocess.run(["bash", str(SCRIPT), "all", "--pretend"], env=variables, capture_output=True, text=True)
+    assert process.returncode == 0, process.stdout + process.stderr
     for name in ("7b", "13b", "8b", "heads"):
         assert json.loads((tmp_path / f"{name}.json").read_text())["machine"]
 
@@ -35,19 +35,19 @@ def test_the_real_pair_is_trained_and_measured(tmp_path: Path, load_script: Call
     load_script(TESTS / "checkpoints" / "storage" / "test_gguf.py").write_gguf(tmp_path / "tiny.gguf", "smollm")
     questions = [{"messages": [{"role": "user", "content": f"Count to {number}."}]} for number in range(40)]
     (tmp_path / "mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in questions))
-    known = {"OUT": tmp_path / "out", "PAIR": tmp_path / "pair", "MODEL": tmp_path / "tiny.gguf"}
-    known |= {"QUESTIONS": tmp_path / "mine.jsonl", "SETTINGS": " ".join(SMALL), "PYTHON": sys.executable}
-    known["BENCH"] = f"--prompts {tmp_path / 'mine.jsonl'} --limit 2 --temperatures 0 --rows medusa *eagle"
-    given = os.environ | {name: str(value) for name, value in known.items()} | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(["bash", str(SCRIPT), "real"], env=given, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    settings = {"OUT": tmp_path / "out", "PAIR": tmp_path / "pair", "MODEL": tmp_path / "tiny.gguf"}
+    settings |= {"QUESTIONS": tmp_path / "mine.jsonl", "SETTINGS": " ".join(SMALL), "PYTHON": sys.executable}
+    settings["BENCH"] = f"--prompts {tmp_path / 'mine.jsonl'} --limit 2 --temperatures 0 --rows medusa *eagle"
+    variables = os.environ | {name: str(value) for name, value in settings.items()} | {"OMP_NUM_THREADS": "1"}
+    process = subprocess.run(["bash", str(SCRIPT), "real"], env=variables, capture_output=True, text=True)
+    assert process.returncode == 0, process.stdout + process.stderr
     for name in ("real", "real-bfloat16"):
         rows = json.loads((tmp_path / "out" / f"{name}.json").read_text())["methods"]
-        assert all(len(found["rows"]) > 10 for found in rows.values())
+        assert all(len(result["rows"]) > 10 for result in rows.values())
 
 
 def test_an_unknown_part_is_refused(tmp_path: Path) -> None:
-    known = os.environ | {"OUT": str(tmp_path), "PYTHON": sys.executable}
-    done = subprocess.run(["bash", str(SCRIPT), "8d"], env=known, capture_output=True, text=True)
-    assert done.returncode == 1
-    assert "8d" in done.stderr
+    variables = os.environ | {"OUT": str(tmp_path), "PYTHON": sys.executable}
+    process = subprocess.run(["bash", str(SCRIPT), "8d"], env=variables, capture_output=True, text=True)
+    assert process.returncode == 1
+    assert "8d" in process.stderr

@@ -31,8 +31,8 @@ LAUNCHES = {
 
 @pytest.fixture
 def cuda() -> Iterator[PretendCuda]:
-    with PretendCuda() as found:
-        yield found
+    with PretendCuda() as device:
+        yield device
 
 
 @pytest.mark.parametrize(
@@ -65,8 +65,8 @@ def test_eagle_in_trees_with_fewer_nodes_than_levels(
     cuda: PretendCuda, make_llama: Any, make_eagle: Any, name: str
 ) -> None:
     options = {"max_nodes": 2, "min_prob": 0.001} | ({"fallback": "drafter"} if name == "suffix" else {})
-    found = decode(*with_eagle(make_llama, make_eagle, "cuda"), name, 1, 0.0, cuda, **options)[0]
-    assert found == decode(*with_eagle(make_llama, make_eagle, "cpu"), name, 1, 0.0, None, **options)[0]
+    texts = decode(*with_eagle(make_llama, make_eagle, "cuda"), name, 1, 0.0, cuda, **options)[0]
+    assert texts == decode(*with_eagle(make_llama, make_eagle, "cpu"), name, 1, 0.0, None, **options)[0]
 
 
 def test_a_drafter_on_another_device_is_refused(cuda: PretendCuda, make_llama: Any) -> None:
@@ -76,9 +76,9 @@ def test_a_drafter_on_another_device_is_refused(cuda: PretendCuda, make_llama: A
         decode(target, parts, "speculative", 1, 0.0, cuda)
 
 
-def ask(_module: Any, _arguments: Any, found: Any) -> None:
+def ask(_module: Any, _arguments: Any, output: Any) -> None:
     """Read a number from the device in a forward hook, which is forbidden during a capture."""
-    assert bool(found.last_hidden_state.isfinite().all())
+    assert bool(output.last_hidden_state.isfinite().all())
 
 
 @pytest.mark.parametrize(("asks", "fast"), [(False, False), (True, False), (False, True)])

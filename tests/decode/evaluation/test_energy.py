@@ -46,17 +46,17 @@ class World:
         self.now += seconds
         self._times.append(self.now)
         self._joules.append(self._joules[-1] + seconds * watts)
-        for each in self.on_pass:
-            each()
+        for callback in self.on_pass:
+            callback()
 
-    def joules(self, at: float | None = None) -> float:
+    def joules(self, time: float | None = None) -> float:
         """Return the energy in joules used until time `at` (default: now)."""
-        at = self.now if at is None else at
-        place = bisect.bisect_right(self._times, at)
-        if place == len(self._times):
+        time = self.now if time is None else time
+        index = bisect.bisect_right(self._times, time)
+        if index == len(self._times):
             return self._joules[-1]
-        (t0, t1), (j0, j1) = self._times[place - 1 : place + 1], self._joules[place - 1 : place + 1]
-        return j0 + (j1 - j0) * (at - t0) / (t1 - t0)
+        (t0, t1), (j0, j1) = self._times[index - 1 : index + 1], self._joules[index - 1 : index + 1]
+        return j0 + (j1 - j0) * (time - t0) / (t1 - t0)
 
     def work(self, seconds: float, watts: float) -> Callable[[], float]:
         def do() -> float:
@@ -151,16 +151,16 @@ def test_constant_power(gpu_meter: Any, seconds: float) -> None:
     meter = gpu_meter(world)
     idle = meter.idle_watts()
     assert idle == pytest.approx(IDLE, rel=0.01)
-    found = meter.measure(world.work(seconds, 130.0), idle)
-    assert found.source == "nvml"
-    assert found.joules == pytest.approx(130.0 * seconds, rel=0.015)
-    assert found.seconds == pytest.approx(seconds, rel=0.01)
-    assert found.above_idle == pytest.approx(90.0 * seconds, rel=0.03)
+    energy = meter.measure(world.work(seconds, 130.0), idle)
+    assert energy.source == "nvml"
+    assert energy.joules == pytest.approx(130.0 * seconds, rel=0.015)
+    assert energy.seconds == pytest.approx(seconds, rel=0.01)
+    assert energy.above_idle == pytest.approx(90.0 * seconds, rel=0.03)
     assert meter.measure(world.work(seconds, 30.0), idle).above_idle is None, "power below idle is not counted"
-    assert found.watts == pytest.approx(130.0, rel=0.015)
-    assert found.idle_watts == idle
-    assert len(found.trials) == 4
-    assert abs(found.joules - 130.0 * seconds) <= max(4 * found.error, 1e-3 * found.joules)
+    assert energy.watts == pytest.approx(130.0, rel=0.015)
+    assert energy.idle_watts == idle
+    assert len(energy.trials) == 4
+    assert abs(energy.joules - 130.0 * seconds) <= max(4 * energy.error, 1e-3 * energy.joules)
 
 
 class SlowWorld(World):
@@ -177,8 +177,8 @@ class SlowWorld(World):
 
 def test_rising_power_is_not_counted(gpu_meter: Any) -> None:
     world = SlowWorld()
-    found = gpu_meter(world).measure(world.work(0.02, 200.0), IDLE)
-    assert 1.0 < found.joules / 4.0 < 1.04, "only the pauses, in which power has not yet fallen, add energy"
+    energy = gpu_meter(world).measure(world.work(0.02, 200.0), IDLE)
+    assert 1.0 < energy.joules / 4.0 < 1.04, "only the pauses, in which power has not yet fallen, add energy"
 
 
 def test_a_sensor_that_samples_part_time_measures_all_work(gpu_meter: Any) -> None:
@@ -204,8 +204,8 @@ def test_devices_are_summed(install: Install) -> None:
     devices = [torch.device("cuda:0"), torch.device("cuda:1"), torch.device("cuda:0"), torch.device("cpu")]
     meter, covers = open_meter(devices)
     assert covers == "GPU boards (2), without the processor"
-    found = world.by(meter).measure(world.work(0.05, 100.0), 1.5 * IDLE)
-    assert found.joules == pytest.approx(1.5 * 5.0, rel=0.01)
+    energy = world.by(meter).measure(world.work(0.05, 100.0), 1.5 * IDLE)
+    assert energy.joules == pytest.approx(1.5 * 5.0, rel=0.01)
     assert meter is not None
     with meter:
         pass
@@ -217,9 +217,9 @@ def test_counters_that_fail_are_errors_and_not_numbers(install: Install) -> None
     nvml = install(world)
     meter, name = world.by(open_meter(GPU)[0]), "nvmlDeviceGetTotalEnergyConsumption"
     count = getattr(nvml, name)
-    for broken, words in ((lambda handle: 77, r"2\.\d s"), (lambda handle: -count(handle), "GPU boards")):
+    for broken, message in ((lambda handle: 77, r"2\.\d s"), (lambda handle: -count(handle), "GPU boards")):
         setattr(nvml, name, broken)
-        with pytest.raises(CounterError, match=words):
+        with pytest.raises(CounterError, match=message):
             meter.measure(world.work(0.01, 100.0), IDLE)
     refuses(nvml, name)
     with pytest.raises(CounterError, match="Not Supported"):
@@ -229,36 +229,36 @@ def test_counters_that_fail_are_errors_and_not_numbers(install: Install) -> None
 def test_a_missing_counter_has_a_reason(tmp_path: Path, install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
     nvml, cpu = install(World(), devices={"GPU-b": 1.0}), torch.device("cpu")
 
-    def why(device: torch.device, tree: Path = tmp_path / "none") -> str:
+    def reason_for(device: torch.device, tree: Path = tmp_path / "none") -> str:
         monkeypatch.setattr(counting, "POWERCAP", tree)
-        meter, words = open_meter([device])
+        meter, reason = open_meter([device])
         assert meter is None
-        return words
+        return reason
 
-    assert "GPU-a" in why(GPU[0])
+    assert "GPU-a" in reason_for(GPU[0])
     refuses(nvml, "nvmlInit")
-    assert "Not Supported" in why(GPU[0])
-    assert "mps" in why(torch.device("mps"))
-    assert "none/intel-rapl:*" in why(cpu)
+    assert "Not Supported" in reason_for(GPU[0])
+    assert "mps" in reason_for(torch.device("mps"))
+    assert "none/intel-rapl:*" in reason_for(cpu)
     tree = powercap(World(), tmp_path / "core", 10**9, {"intel-rapl:0:0": ("core", 1.0)})
-    assert f"{tree}/intel-rapl:*" in why(cpu, tree)
+    assert f"{tree}/intel-rapl:*" in reason_for(cpu, tree)
     tree = powercap(World(), tmp_path / "broken", 10**9, {"intel-rapl:0": ("package-0", 1.0)})
     (tree / "intel-rapl:0" / "energy_uj").write_text("many\n")
-    assert "'many\\n'" in why(cpu, tree)
+    assert "'many\\n'" in reason_for(cpu, tree)
 
 
-def powercap(world: World, folder: Path, most: int, zones: dict[str, tuple[str, float]]) -> Path:
+def powercap(world: World, folder: Path, wrap: int, zones: dict[str, tuple[str, float]]) -> Path:
     """Write Linux's tree of power zones; `zones` maps folders to names and factors of the device's power."""
 
     def write() -> None:
-        for place, (_, share) in zones.items():
-            drawn = round(1e6 * share * world.joules()) + most - 3_000_000
-            (folder / place / "energy_uj").write_text(f"{drawn % most}\n")
+        for zone, (_, share) in zones.items():
+            microjoules = round(1e6 * share * world.joules()) + wrap - 3_000_000
+            (folder / zone / "energy_uj").write_text(f"{microjoules % wrap}\n")
 
-    for place, (name, _) in zones.items():
-        (folder / place).mkdir(parents=True)
-        (folder / place / "name").write_text(f"{name}\n")
-        (folder / place / "max_energy_range_uj").write_text(f"{most}\n")
+    for zone, (name, _) in zones.items():
+        (folder / zone).mkdir(parents=True)
+        (folder / zone / "name").write_text(f"{name}\n")
+        (folder / zone / "max_energy_range_uj").write_text(f"{wrap}\n")
     write()
     world.on_pass.append(write)
     return folder
@@ -283,11 +283,11 @@ def test_packages_and_memory_are_counted_across_overflows(tmp_path: Path, monkey
     timed = world.by(meter)
     idle = timed.idle_watts()
     assert idle == pytest.approx(1.625 * IDLE, rel=1e-3)
-    found = timed.measure(world.work(0.1, 96.0), idle)
-    assert found.source == "rapl"
+    energy = timed.measure(world.work(0.1, 96.0), idle)
+    assert energy.source == "rapl"
     assert world.joules() > 2 * 200.0, "the counters have wrapped"
-    assert found.joules == pytest.approx(1.625 * 0.1 * 96.0, rel=1e-3)
-    assert found.above_idle == pytest.approx(1.625 * 0.1 * (96.0 - IDLE), rel=1e-2)
+    assert energy.joules == pytest.approx(1.625 * 0.1 * 96.0, rel=1e-3)
+    assert energy.above_idle == pytest.approx(1.625 * 0.1 * (96.0 - IDLE), rel=1e-2)
     world.on_pass.clear()
     (tree / "intel-rapl:0" / "energy_uj").unlink()
     with pytest.raises(CounterError, match="energy_uj"):
@@ -307,9 +307,9 @@ def test_energy_is_per_token(make_llama: Callable[..., LlamaForCausalLM], monkey
     meter = EnergyMeter(world.joules, "rapl", "a counter", timing, clock=world.clock, sleep=world.sleep)
     assert meter.idle_watts() == pytest.approx(IDLE)
     monkeypatch.setattr(target, "_forward", timed)
-    plain = measure_entry_energy(
+    energy = measure_entry_energy(
         target, Parts(), Entry("plain", "autoregressive"), [[3, 5, 7], [8, 2]], Limits(6), meter, 4.0
     )
-    assert plain.seconds == pytest.approx(0.002 * 7 / 6), "seven forwards decode six tokens per prompt"
-    assert plain.joules == pytest.approx(10.0 * plain.seconds)
-    assert plain.above_idle == pytest.approx(6.0 * plain.seconds)
+    assert energy.seconds == pytest.approx(0.002 * 7 / 6), "seven forwards decode six tokens per prompt"
+    assert energy.joules == pytest.approx(10.0 * energy.seconds)
+    assert energy.above_idle == pytest.approx(6.0 * energy.seconds)

@@ -33,9 +33,9 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def build(kind: str, settings: dict[str, Any], **more: Any) -> Any:
+def build(kind: str, settings: dict[str, Any], **options: Any) -> Any:
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **settings), **more).eval()
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **settings), **options).eval()
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -55,7 +55,7 @@ def test_packed_weights_are_counted(dtype: torch.dtype) -> None:
     """Each weight takes 2 FLOPs per row."""
     sizes = LLAMA | {"hidden_size": 264, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 4}
     model = LlamaForCausalLM(AutoConfig.for_model("llama", **sizes)).to(dtype).eval()
-    weights = sum(each.numel() for name, each in model.named_parameters() if each.dim() == 2 and "embed" not in name)
+    weights = sum(param.numel() for name, param in model.named_parameters() if param.dim() == 2 and "embed" not in name)
     assert count_flops(raw_forward(wrap_model(model), 5, 0)) == pytest.approx(2 * 5 * weights, rel=0.02)
 
 
@@ -82,31 +82,31 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 def test_flops_of_a_step_equal_those_counted_in_decoding(
     parts: tuple[Any, Parts], name: str, options: dict[str, Any], temperature: float
 ) -> None:
-    target, given = parts
+    target, artifacts = parts
     sampling = Sampling(temperature)
-    method = build_method(name, given, sampling, **options)
+    method = build_method(name, artifacts, sampling, **options)
     prompt = [int(token) for token in torch.randint(VOCAB, (60,), generator=torch.Generator().manual_seed(0))]
     steps = generate(target, *method, [prompt], Limits(40), sampling, Rng.for_rows(0, 1))
     first = next(steps)
     second: list[Any] = []
     counted = count_flops(lambda: second.append(next(steps)))
     context = len(prompt) + len(first.new_ids[0]) - 1
-    found = measured_flops(target, method, second[0].nodes, context)
-    assert (found.drafting == 0) == (not method.proposer.forwards(second[0].nodes))
+    flops = measured_flops(target, method, second[0].nodes, context)
+    assert (flops.drafting == 0) == (not method.proposer.forwards(second[0].nodes))
     caught_up = 0.0
-    if found.drafting and given.drafter is not None and first.accepted[0]:  # it reads tokens that it did not draft
+    if flops.drafting and artifacts.drafter is not None and first.accepted[0]:  # it reads tokens that it did not draft
         models = {id(model): model for model, _ in method.proposer.forwards(5) if hasattr(model, "extend")}
         caught_up = sum(count_flops(raw_forward(model, 1, 60)) for model in models.values())
-    wanted = found.verification + found.drafting
-    assert 0.98 * wanted <= counted <= 1.02 * wanted + caught_up
+    expected = flops.verification + flops.drafting
+    assert 0.98 * expected <= counted <= 1.02 * expected + caught_up
 
 
 @torch.inference_mode()
 def test_flops_are_interpolated_by_nodes_and_given_per_token(parts: tuple[Any, Parts]) -> None:
-    target, given = parts
-    method = build_method("multi-candidate", given, Sampling(), k_config="2x2x1")
+    target, artifacts = parts
+    method = build_method("multi-candidate", artifacts, Sampling(), k_config="2x2x1")
     low, half, high = (measured_flops(target, method, nodes, 30) for nodes in (10, 10.5, 11))
     assert half.verification == pytest.approx((low.verification + high.verification) / 2)
-    found = half.per_token(1.6)
-    assert found["drafting"] == half.drafting / 1.6
-    assert found["total"] == pytest.approx(found["verification"] + found["drafting"])
+    per_token = half.per_token(1.6)
+    assert per_token["drafting"] == half.drafting / 1.6
+    assert per_token["total"] == pytest.approx(per_token["verification"] + per_token["drafting"])

@@ -83,8 +83,8 @@ def test_each_method_follows_every_other_equally_often(count: int) -> None:
     follows = Counter(pair for order in orders for pair in itertools.pairwise(order))
     assert len(follows) == count * (count - 1)
     assert len(set(follows.values())) <= 1
-    places = Counter((place, job) for order in orders for place, job in enumerate(order))
-    assert set(places.values()) == {turns // count}
+    positions = Counter((position, job) for order in orders for position, job in enumerate(order))
+    assert set(positions.values()) == {turns // count}
 
 
 def test_runs_are_interleaved_and_complete(evaluation: Evaluation) -> None:
@@ -104,8 +104,8 @@ def test_finished_runs_are_not_repeated(evaluation: Evaluation) -> None:
         RunKey("plain", 0, 0): Decoded(evaluation.runs["plain"].ids[0], evaluation.runs["plain"].tallies[0], 77.0, 7.0),
         RunKey("chain", 3, 0): Decoded(evaluation.runs["chain"].ids[3], evaluation.runs["chain"].tallies[3], 88.0, 8.0),
     }
-    done: list[RunKey] = []
-    seen: list[tuple[int, int, str]] = []
+    decoded: list[RunKey] = []
+    states: list[tuple[int, int, str]] = []
     runs = measure(
         evaluation.target,
         evaluation.parts,
@@ -113,15 +113,15 @@ def test_finished_runs_are_not_repeated(evaluation: Evaluation) -> None:
         prompts,
         LIMITS,
         finished=finished,
-        on_run=lambda key, _: done.append(key),
-        progress=lambda *state: seen.append(state),
+        on_run=lambda key, _: decoded.append(key),
+        progress=lambda *state: states.append(state),
     )
     work = len(ENTRIES) * len(ASKED)
-    assert not set(done) & set(finished)
-    assert len(done) == work - 2
-    assert seen[0][:2] == (2, work)
-    assert [state[2] for state in seen[:-1]] == [key.label for key in done]
-    assert seen[-1] == (work, work, "")
+    assert not set(decoded) & set(finished)
+    assert len(decoded) == work - 2
+    assert states[0][:2] == (2, work)
+    assert [state[2] for state in states[:-1]] == [key.label for key in decoded]
+    assert states[-1] == (work, work, "")
     assert (runs["plain"].median_seconds()[0], runs["chain"].median_seconds()[3]) == (77.0, 88.0)
     for label, run in runs.items():
         assert run.ids == evaluation.runs[label].ids, "samples depend only on the seed and the prompt's index"
@@ -130,10 +130,10 @@ def test_finished_runs_are_not_repeated(evaluation: Evaluation) -> None:
 def test_batches_give_the_texts_of_single_prompts(evaluation: Evaluation) -> None:
     """Finished batches are not decoded again, but incomplete batches are."""
     prompts = [prompt.ids for prompt in ASKED]
-    given: tuple[Any, ...] = (evaluation.target, evaluation.parts, ENTRIES, prompts, LIMITS)
-    done: list[RunKey] = []
-    runs = measure(*given, batch=3, on_run=lambda key, _: done.append(key))
-    assert len(done) == len(set(done)) == len(ENTRIES) * len(ASKED)
+    arguments: tuple[Any, ...] = (evaluation.target, evaluation.parts, ENTRIES, prompts, LIMITS)
+    decoded: list[RunKey] = []
+    runs = measure(*arguments, batch=3, on_run=lambda key, _: decoded.append(key))
+    assert len(decoded) == len(set(decoded)) == len(ENTRIES) * len(ASKED)
     for label, run in runs.items():
         assert run.ids == evaluation.runs[label].ids
         assert run.tallies == evaluation.runs[label].tallies
@@ -141,12 +141,12 @@ def test_batches_give_the_texts_of_single_prompts(evaluation: Evaluation) -> Non
         first, second = map(sum, run.by_batch(run.median_seconds()))
         assert first == pytest.approx(3 * run.median_seconds()[1])
         assert second == run.median_seconds()[3]
-    known = {RunKey("plain", prompt, 0): runs["plain"].by_prompt[prompt][0] for prompt in (0, 1, 2)}
-    known[RunKey("chain", 0, 0)] = runs["chain"].by_prompt[0][0]
-    done.clear()
-    measure(*given, batch=3, finished=known, on_run=lambda key, _: done.append(key))
-    assert not {key for key in done if key.label == "plain" and key.prompt < 3}
-    assert {key.prompt for key in done if key.label == "chain"} == {0, 1, 2, 3}
+    finished = {RunKey("plain", prompt, 0): runs["plain"].by_prompt[prompt][0] for prompt in (0, 1, 2)}
+    finished[RunKey("chain", 0, 0)] = runs["chain"].by_prompt[0][0]
+    decoded.clear()
+    measure(*arguments, batch=3, finished=finished, on_run=lambda key, _: decoded.append(key))
+    assert not {key for key in decoded if key.label == "plain" and key.prompt < 3}
+    assert {key.prompt for key in decoded if key.label == "chain"} == {0, 1, 2, 3}
     summary = Summariser(evaluation.target, evaluation.parts, ASKED, runs, LIMITS, batch=3).summarise(ENTRIES)
     assert not summary.errors
     for row in summary.rows:
@@ -155,9 +155,9 @@ def test_batches_give_the_texts_of_single_prompts(evaluation: Evaluation) -> Non
 
 
 def test_prompts_have_their_own_random_numbers(evaluation: Evaluation) -> None:
-    same = [[5, 6], [5, 6], [5, 6]]
-    drawn = measure(evaluation.target, Parts(), ENTRIES[3:4], same, LIMITS)["drawn"]
-    assert len({tuple(ids) for ids in drawn.ids}) == 3
+    prompts = [[5, 6], [5, 6], [5, 6]]
+    run = measure(evaluation.target, Parts(), ENTRIES[3:4], prompts, LIMITS)["drawn"]
+    assert len({tuple(ids) for ids in run.ids}) == 3
 
 
 def test_rows_agree_with_the_runs(evaluation: Evaluation) -> None:
@@ -185,35 +185,35 @@ def test_a_category_equals_an_evaluation_of_its_prompts(evaluation: Evaluation) 
     row = next(row for row in evaluation.summary().rows if row["label"] == "chain")
     run, base = evaluation.runs["chain"], evaluation.runs["plain"]
     assert list(row["by_category"]) == ["math", "text"]
-    for name, places in (("math", [0, 2, 3]), ("text", [1])):
-        part, mine, theirs = row["by_category"][name], run.select(places), base.select(places)
-        tokens = sum(map(len, mine.ids))
-        speed, base_speed = (tokens / sum(each.median_seconds()) for each in (mine, theirs))
-        assert part["prompts"] == len(places)
+    for name, numbers in (("math", [0, 2, 3]), ("text", [1])):
+        part, selected, base_selected = row["by_category"][name], run.select(numbers), base.select(numbers)
+        tokens = sum(map(len, selected.ids))
+        speed, base_speed = (tokens / sum(picked.median_seconds()) for picked in (selected, base_selected))
+        assert part["prompts"] == len(numbers)
         assert part["tokens"] == tokens
-        assert part["tokens_per_step"] == total(mine.tallies).metrics()["tokens_per_step"]
+        assert part["tokens_per_step"] == total(selected.tallies).metrics()["tokens_per_step"]
         assert part["tokens_per_second"] == pytest.approx(speed)
         assert part["speedup"] == pytest.approx(speed / base_speed)
-        assert (part["speedup_interval"] is None) == (len(places) < 3)
-        assert (part["tokens_per_step_interval"] is None) == (len(places) < 3)
-        prompts = [ASKED[place].ids for place in places]
-        assert part["perplexity"] == pytest.approx(evaluation.perplexity(prompts, mine.ids))
+        assert (part["speedup_interval"] is None) == (len(numbers) < 3)
+        assert (part["tokens_per_step_interval"] is None) == (len(numbers) < 3)
+        prompts = [ASKED[number].ids for number in numbers]
+        assert part["perplexity"] == pytest.approx(evaluation.perplexity(prompts, selected.ids))
         assert part["efficiency"] == pytest.approx(part["speedup"] / part["bound"])
     assert row["by_category"]["text"]["rouge_l"] is None
 
 
-def change_text(runs: dict[str, Run], label: str, place: int, ids: list[int], **counts: int) -> dict[str, Run]:
+def change_text(runs: dict[str, Run], label: str, prompt: int, ids: list[int], **counts: int) -> dict[str, Run]:
     """Return the runs with one text and its counts replaced."""
     by_prompt = list(runs[label].by_prompt)
-    first, *more = by_prompt[place]
-    by_prompt[place] = [first._replace(ids=ids, tally=dataclasses.replace(first.tally, **counts)), *more]
+    first, *repeats = by_prompt[prompt]
+    by_prompt[prompt] = [first._replace(ids=ids, tally=dataclasses.replace(first.tally, **counts)), *repeats]
     return runs | {label: Run(by_prompt)}
 
 
 def test_a_lossless_method_with_another_text_is_reported(evaluation: Evaluation) -> None:
     ids = evaluation.runs["chain"].ids[1]
-    other = [*ids[:-1], (ids[-1] + 1) % 48]
-    summary = evaluation.summary(change_text(evaluation.runs, "chain", 1, other))
+    changed = [*ids[:-1], (ids[-1] + 1) % 48]
+    summary = evaluation.summary(change_text(evaluation.runs, "chain", 1, changed))
     (broken,) = summary.lossless_violations
     assert "'chain' claims to be lossless, but differs from greedy decoding on 1 of 4 prompts" in broken
     assert "first on prompt 1 (second)" in broken
@@ -232,7 +232,7 @@ def test_a_lossless_method_with_another_text_is_reported(evaluation: Evaluation)
 def test_the_reference_may_differ_by_a_near_tie(make_llama: Callable[..., LlamaForCausalLM]) -> None:
     def measured(model: LlamaForCausalLM) -> tuple[Any, dict[str, Run]]:
         target = wrap_model(model)
-        return target, measure(target, Parts(), ENTRIES[:1], [each.ids for each in ASKED], LIMITS, reference=model)
+        return target, measure(target, Parts(), ENTRIES[:1], [prompt.ids for prompt in ASKED], LIMITS, reference=model)
 
     model = make_llama(48)
     last = measured(model)[1]["plain"].ids[3][-1]
@@ -240,19 +240,17 @@ def test_the_reference_may_differ_by_a_near_tie(make_llama: Callable[..., LlamaF
         model.lm_head.weight[47] = model.lm_head.weight[last]
     target, runs = measured(model)
     ids = runs["plain"].ids[3]
-    place = next(index for index, token in enumerate(ids) if token in (last, 47))
-    for other, same in ((last + 47 - ids[place], 4), ((last + 1) % 47, 3)):
-        found = change_text(runs, REFERENCE, 3, [*ids[:place], other, *ids[place + 1 :]])
-        assert Summariser(target, Parts(), ASKED, found, LIMITS).summarise(ENTRIES[:1]).identical_to_transformers == [
-            same,
-            4,
-        ]
+    position = next(index for index, token in enumerate(ids) if token in (last, 47))
+    for changed, equal in ((last + 47 - ids[position], 4), ((last + 1) % 47, 3)):
+        other = change_text(runs, REFERENCE, 3, [*ids[:position], changed, *ids[position + 1 :]])
+        summary = Summariser(target, Parts(), ASKED, other, LIMITS).summarise(ENTRIES[:1])
+        assert summary.identical_to_transformers == [equal, 4]
 
 
 def test_counts_that_disagree_with_texts_are_reported(evaluation: Evaluation) -> None:
     tokens = len(evaluation.runs["beam"].ids[2])
-    wrong = change_text(evaluation.runs, "beam", 2, evaluation.runs["beam"].ids[2], tokens=tokens + 1)
-    (error,) = evaluation.summary(wrong).errors
+    changed = change_text(evaluation.runs, "beam", 2, evaluation.runs["beam"].ids[2], tokens=tokens + 1)
+    (error,) = evaluation.summary(changed).errors
     assert f"prompt 2 (third) has {tokens} output tokens, but its steps counted {tokens + 1}" in error
 
 

@@ -28,7 +28,7 @@ FAST: dict[str, Any] = {"tokens_per_step": 2.0, "speedup": 2.4, "speedup_interva
 
 def test_intervals_of_tokens_per_step_cover_the_truth() -> None:
     """The tokens per step differ between prompts, which the interval must reflect."""
-    rng, held = np.random.default_rng(0), 0
+    rng, covered = np.random.default_rng(0), 0
     for _ in range(60):
         tallies = []
         for _ in range(40):
@@ -37,8 +37,8 @@ def test_intervals_of_tokens_per_step_cover_the_truth() -> None:
             tallies.append(Tally(tokens=int(tokens), steps=10))
         interval = tokens_per_step_interval(tallies)
         assert interval is not None
-        held += interval[0] <= 2.5 <= interval[1]
-    assert 50 <= held <= 60
+        covered += interval[0] <= 2.5 <= interval[1]
+    assert 50 <= covered <= 60
     assert tokens_per_step_interval(tallies[:2]) is None
 
 

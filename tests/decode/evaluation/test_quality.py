@@ -44,11 +44,11 @@ def test_perplexity_equals_a_direct_computation(name: str, make_llama: Callable[
     outputs = [[rng.randrange(1, 40) for _ in range(length)] for _, length in LENGTHS]
     target = wrap_model(model)
     direct = [loss_of_transformers(model, *pair) for pair in zip(prompts, outputs, strict=True)]
-    mine = [surprisal(target, *pair) for pair in zip(prompts, outputs, strict=True)]
-    assert mine == pytest.approx(direct, rel=1e-5)
-    wanted = math.exp(sum(direct) / sum(map(len, outputs)))
+    nats = [surprisal(target, *pair) for pair in zip(prompts, outputs, strict=True)]
+    assert nats == pytest.approx(direct, rel=1e-5)
+    expected = math.exp(sum(direct) / sum(map(len, outputs)))
     assert surprisal(target, [3], []) == 0
-    assert perplexity_of(mine, map(len, outputs)) == pytest.approx(wanted, rel=1e-5)
+    assert perplexity_of(nats, map(len, outputs)) == pytest.approx(expected, rel=1e-5)
 
 
 def test_perplexity_of_empty_impossible_and_nan_texts() -> None:
@@ -59,7 +59,7 @@ def test_perplexity_of_empty_impossible_and_nan_texts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "references", "wanted"),
+    ("text", "references", "expected"),
     [
         ("the cat sat on the mat", ["the cat is on the mat"], 5 / 6),  # 5 of 6 words in both texts
         ("a b c d", ["d c b a"], 1 / 4),
@@ -75,15 +75,15 @@ def test_perplexity_of_empty_impossible_and_nan_texts() -> None:
         ("a", [], None),
     ],
 )
-def test_rouge_l_by_hand(text: str, references: list[str], wanted: float | None) -> None:
-    assert rouge_l(text, references) == (None if wanted is None else pytest.approx(wanted))
+def test_rouge_l_by_hand(text: str, references: list[str], expected: float | None) -> None:
+    assert rouge_l(text, references) == (None if expected is None else pytest.approx(expected))
 
 
 def plain_common_subsequence(first: Sequence[str], second: Sequence[str]) -> int:
     table = [[0] * (len(second) + 1) for _ in range(len(first) + 1)]
-    for i, mine in enumerate(first):
-        for j, theirs in enumerate(second):
-            table[i + 1][j + 1] = table[i][j] + 1 if mine == theirs else max(table[i][j + 1], table[i + 1][j])
+    for i, left in enumerate(first):
+        for j, right in enumerate(second):
+            table[i + 1][j + 1] = table[i][j] + 1 if left == right else max(table[i][j + 1], table[i + 1][j])
     return table[-1][-1]
 
 
@@ -105,7 +105,7 @@ def test_near_ties_are_distinguished_from_faults(make_llama: Callable[..., Llama
     low, high = int(logits_V.argmin()), int(logits_V.argmax())
     assert not nearly_tied(target, prompt, [*begun, low], [*begun, high])
     assert not nearly_tied(target, prompt, begun, [*begun, 7])
-    plain = target.logits
-    target.logits = lambda hidden_XD: plain(hidden_XD).index_fill(-1, torch.tensor([20]), -math.inf)  # type: ignore[method-assign]
+    logits = target.logits
+    target.logits = lambda hidden_XD: logits(hidden_XD).index_fill(-1, torch.tensor([20]), -math.inf)  # type: ignore[method-assign]
     assert not nearly_tied(target, prompt, [*begun, low], [*begun, high])  # a masked token does not change that
     assert nearly_tied(target, prompt, [*begun, 5, 2], [*begun, 7, 8, 1])

@@ -98,15 +98,15 @@ def test_iterations_of_beams_have_several_forwards(models: tuple[Any, Parts]) ->
     chosen = [ENTRIES[0], *ENTRIES[-2:]]
     runs = measure(target, parts, chosen, [prompt.ids for prompt in ASKED], LIMITS)
     rows = Summariser(target, parts, ASKED, runs, LIMITS).summarise(chosen).rows
-    alone = rows[0]["flops_per_token"]["total"]
+    base = rows[0]["flops_per_token"]["total"]
     for row, depth in zip(rows[1:], (15, 2), strict=True):
         counts = sum(runs[row["label"]].tallies, Tally())
         assert counts.steps == (depth + 1) * counts.iterations
-        kept = counts.tokens / counts.iterations
-        assert row["ideal"] == pytest.approx(kept / (depth + 1), rel=1e-6)
+        new = counts.tokens / counts.iterations
+        assert row["ideal"] == pytest.approx(new / (depth + 1), rel=1e-6)
         beams = row["options"]["num_beams"]
-        read = 1 + beams * (depth - 1) + depth + 1  # tokens in the target's forwards per iteration
-        assert 1 < row["flops_per_token"]["total"] / (alone * read / kept) < 1.2  # attention also covers the draft
+        scored = 1 + beams * (depth - 1) + depth + 1  # tokens in the target's forwards per iteration
+        assert 1 < row["flops_per_token"]["total"] / (base * scored / new) < 1.2  # attention also covers the draft
 
 
 def test_speedups_and_bounds_include_prefill(models: tuple[Any, Parts], clock: Clock) -> None:
@@ -124,22 +124,22 @@ def test_speedups_and_bounds_include_prefill(models: tuple[Any, Parts], clock: C
 
 def run_of(times: list[list[float]], iterations: int = 10) -> Run:
     tally = Tally(tokens=iterations, steps=iterations, iterations=iterations)
-    return Run([[Decoded([1] * iterations, tally, seconds, 0.0) for seconds in each] for each in times])
+    return Run([[Decoded([1] * iterations, tally, seconds, 0.0) for seconds in repeats] for repeats in times])
 
 
 def test_undisturbed_times_are_steady_and_disturbed_ones_are_not() -> None:
     """With 8 % noise on each run, the slowdown is 1.05 ± 0.03, six deviations below 1.25. Disturbances triple the time
     of a third of the runs."""
     rng = np.random.default_rng(0)
-    clean, wrong = 0, 0
+    clean, detected = 0, 0
     for _ in range(500):
         once = np.exp(rng.normal(0, 0.08, (8, 1)))
         thrice = np.exp(rng.normal(0, 0.08, (8, 3))) * rng.uniform(1, 30, (8, 1))  # prompts may differ
         clean += run_of(once.tolist()).is_disturbed() + run_of(thrice.tolist()).is_disturbed()
         disturbed = once * np.where(rng.permutation(8)[:, None] < 3, 3, 1)
-        wrong += run_of(disturbed.tolist()).is_disturbed()
+        detected += run_of(disturbed.tolist()).is_disturbed()
     assert clean == 0
-    assert wrong == 500
+    assert detected == 500
     twice = [[1.0, 3.0], [1.0, 1.0], [1.0, 2.0]]
     assert run_of(twice).slowdown() == pytest.approx((2 + 1 + 1.5) / 3)
     assert run_of([[1.0, 3.0, 1.1], [1.0, 1.0, 1.0]]).is_disturbed() is False  # the median ignores one outlier
@@ -150,16 +150,16 @@ def test_undisturbed_times_are_steady_and_disturbed_ones_are_not() -> None:
 
 def test_rows_report_whether_their_times_are_steady(models: tuple[Any, Parts]) -> None:
     target, parts = models
-    asked, chosen = [*ASKED, EvalPrompt([4, 20])], ENTRIES[:2]
-    runs = measure(target, parts, chosen, [prompt.ids for prompt in asked], LIMITS)
+    prompts, chosen = [*ASKED, EvalPrompt([4, 20])], ENTRIES[:2]
+    runs = measure(target, parts, chosen, [prompt.ids for prompt in prompts], LIMITS)
 
     def flags(slow: str | None = None) -> list[bool | None]:
         """Return the rows' `steady` flags if the first run of `slow` takes nine times as long."""
         changed = dict(runs)
         if slow is not None:
-            (first, *more), *others = runs[slow].by_prompt
-            changed[slow] = Run([[first._replace(seconds=first.seconds * 9), *more], *others])
-        return [row["steady"] for row in Summariser(target, parts, asked, changed, LIMITS).summarise(chosen).rows]
+            (first, *repeats), *others = runs[slow].by_prompt
+            changed[slow] = Run([[first._replace(seconds=first.seconds * 9), *repeats], *others])
+        return [row["steady"] for row in Summariser(target, parts, prompts, changed, LIMITS).summarise(chosen).rows]
 
     assert flags() == [True, True]
     assert flags("autoregressive") == [False, False], "the baseline affects all rows"

@@ -43,40 +43,40 @@ def test_a_trace_equals_decoding_without_it(
 ) -> None:
     sampling, limits = Sampling(temperature), Limits(23)
     target, method = built(models, make_heads, name, options, sampling)
-    plain = list(generate(target, *method, [PROMPT], limits, sampling, Rng.for_rows(5, 1)))
+    steps = list(generate(target, *method, [PROMPT], limits, sampling, Rng.for_rows(5, 1)))
     target, method = built(models, make_heads, name, options, sampling)
     traced = trace(target, method, PROMPT, limits, sampling, seed=5)
-    assert len(traced) == len(plain)
-    for number, (mine, step) in enumerate(zip(traced, plain, strict=True)):
-        assert [*mine.accepted, *([] if mine.next_id is None else [mine.next_id])] == step.new_ids[0]
-        if mine.next_id is None:
-            assert mine.rejected == ()
-            assert number == len(plain) - 1
+    assert len(traced) == len(steps)
+    for number, (item, step) in enumerate(zip(traced, steps, strict=True)):
+        assert [*item.accepted, *([] if item.next_id is None else [item.next_id])] == step.new_ids[0]
+        if item.next_id is None:
+            assert item.rejected == ()
+            assert number == len(steps) - 1
             continue
-        assert bool(mine.rejected) == bool(step.rejected[0])
-        assert len(mine.accepted) + len(mine.rejected) <= step.examined[0]
+        assert bool(item.rejected) == bool(step.rejected[0])
+        assert len(item.accepted) + len(item.rejected) <= step.examined[0]
 
 
 def test_the_rejected_token_of_a_greedy_chain_is_the_drafters(models: Any, make_heads: Any) -> None:
     target, method = built(models, make_heads, "speculative", {"gamma": 4}, Sampling())
 
-    def says(model: LlamaForCausalLM, ids: list[int]) -> int:
+    def best_token(model: LlamaForCausalLM, ids: list[int]) -> int:
         return int(model(torch.tensor([ids])).logits[0, -1].argmax())
 
-    ids, refused = list(PROMPT), 0
+    ids, rejections = list(PROMPT), 0
     with torch.inference_mode():
         for step in trace(target, method, PROMPT, Limits(40), Sampling()):
             for token in step.accepted:
-                assert token == says(models[1], ids) == says(models[0], ids)
+                assert token == best_token(models[1], ids) == best_token(models[0], ids)
                 ids.append(token)
             if step.rejected:
-                refused += 1
-                assert step.rejected == (says(models[1], ids),)
+                rejections += 1
+                assert step.rejected == (best_token(models[1], ids),)
                 assert step.rejected[0] != step.next_id
             if step.next_id is not None:
-                assert step.next_id == says(models[0], ids)
+                assert step.next_id == best_token(models[0], ids)
                 ids.append(step.next_id)
-    assert refused > 0
+    assert rejections > 0
     assert len(ids) == len(PROMPT) + 40
 
 

@@ -48,15 +48,15 @@ def build(kind: str, form: str = "float32") -> PreTrainedModel:
     return model.to(getattr(torch, form))
 
 
-def see(node: int, seen: int, instead_of: int | None = None) -> Callable[[Any], None]:
+def see(node: int, visible: int, instead_of: int | None = None) -> Callable[[Any], None]:
     """Return a fault that lets a node attend to another node, optionally instead of an ancestor."""
 
     def plant(patch: Any) -> None:
-        own = Tree.bias
+        original = Tree.bias
 
         def bias(tree: Tree, start: int, stop: int) -> torch.Tensor:
-            bias_BNn = own(tree, start, stop).clone()
-            bias_BNn[:, node, seen] = 0.0
+            bias_BNn = original(tree, start, stop).clone()
+            bias_BNn[:, node, visible] = 0.0
             if instead_of is not None:
                 bias_BNn[:, node, instead_of] = -torch.inf
             return bias_BNn
@@ -70,10 +70,10 @@ def move(by: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Any], None]:
     """Return a fault that changes the depths, and so the positions, of a tree's nodes."""
 
     def plant(patch: Any) -> None:
-        own = Tree.from_parents
+        original = Tree.from_parents
 
         def from_parents(parents_BN: torch.Tensor, max_depth: int) -> Tree:
-            tree = own(parents_BN, max_depth)
+            tree = original(parents_BN, max_depth)
             return Tree(tree.parents_BN, by(tree.depth_BN), tree.line_BNP, max_depth)
 
         patch.setattr(Tree, "from_parents", from_parents)
@@ -82,18 +82,18 @@ def move(by: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Any], None]:
 
 
 def swap_slots(patch: Any) -> None:
-    own = KVCache.write
+    original = KVCache.write
 
     def write(cache: KVCache, layer: int, key: torch.Tensor, value: torch.Tensor, start: int) -> None:
         order = [0, 2, 1, 3] if key.shape[2] == 4 and swapping else slice(None)
-        own(cache, layer, key[:, :, order], value[:, :, order], start)
+        original(cache, layer, key[:, :, order], value[:, :, order], start)
 
     swapping: list[bool] = []
     extend = LanguageModel.extend
 
-    def in_trees(model: Any, cache: Any, tokens: Any, tree: Any = None, *rest: Any) -> Any:
+    def in_trees(model: Any, cache: Any, tokens: Any, tree: Any = None, *options: Any) -> Any:
         swapping[:] = [True] * (tree is not None)
-        return extend(model, cache, tokens, tree, *rest)
+        return extend(model, cache, tokens, tree, *options)
 
     patch.setattr(KVCache, "write", write)
     patch.setattr(LanguageModel, "extend", in_trees)
@@ -130,9 +130,9 @@ def test_planted_faults_are_found_and_correct_models_accepted(kind: str, form: s
 def test_a_chain_that_differs_from_the_model_is_refused(form: str) -> None:
     class Other(LlamaForCausalLM):
         def forward(self, *args: Any, **kwargs: Any) -> Any:
-            found = super().forward(*args, **kwargs)
-            found.logits = found.logits + 0.1 * found.logits.roll(1, -1)
-            return found
+            output = super().forward(*args, **kwargs)
+            output.logits = output.logits + 0.1 * output.logits.roll(1, -1)
+            return output
 
     model = build("llama", form)
     model.__class__ = Other
@@ -175,19 +175,19 @@ def test_a_model_that_is_not_causal_is_refused() -> None:
 def test_a_family_without_tree_attention_decodes_chains(make_llama: Callable[..., LlamaForCausalLM]) -> None:
     """Rows of several lengths equal the output of `generate`. Methods with trees are refused."""
     model = build("mpt")
-    target, other = wrap_model(model), wrap_model(copy.deepcopy(model))
+    target, mpt_drafter = wrap_model(model), wrap_model(copy.deepcopy(model))
     assert target.tree_fault is not None
     prompts, limits, sampling = [[5, 9, 11, 40, 7], [6, 8]], Limits(12), Sampling()
-    wanted = []
+    expected = []
     for prompt in prompts:
         ids_1T = torch.tensor([prompt])
-        found = model.generate(ids_1T, max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
-        wanted.append(found[0, len(prompt) :].tolist())
+        output = model.generate(ids_1T, max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
+        expected.append(output[0, len(prompt) :].tolist())
     for name in ("autoregressive", "speculative", "adaptive", "prompt-lookup"):
-        method = build_method(name, Parts(other), sampling)
-        assert decode_texts(target, *method, prompts, limits, sampling, Rng.for_rows(0, 2)) == wanted
+        method = build_method(name, Parts(mpt_drafter), sampling)
+        assert decode_texts(target, *method, prompts, limits, sampling, Rng.for_rows(0, 2)) == expected
     llama = wrap_model(make_llama(120))
-    for each, drafter in ((target, llama), (llama, target)):
+    for model_used, drafter in ((target, llama), (llama, target)):
         method = build_method("dynamic-tree", Parts(drafter), sampling)
         with pytest.raises(ValueError, match=r"'mpt' do not support tree attention.*speculative"):
-            decode_texts(each, *method, prompts, limits, sampling, Rng.for_rows(0, 2))
+            decode_texts(model_used, *method, prompts, limits, sampling, Rng.for_rows(0, 2))

@@ -26,15 +26,15 @@ KEPT = torch.arange(1, VOCAB, 3)
 def test_logits_equal_those_of_the_whole_layer(
     make_llama: Callable[..., LlamaForCausalLM], fast: bool, states: str, tokens: int
 ) -> None:
-    model, plain = make_llama(VOCAB), make_llama(VOCAB)
+    model, reference = make_llama(VOCAB), make_llama(VOCAB)
     keep_tokens(model, KEPT)
-    small, whole = (wrap_model(m, fast=fast, states=states) for m in (model, plain))
+    small, full = (wrap_model(m, fast=fast, states=states) for m in (model, reference))
     prompt = torch.arange(tokens)[None]
     with torch.inference_mode():
-        found, wanted = (m.logits(m.extend(m.new_cache(1, 32), prompt)) for m in (small, whole))
+        logits, expected = (m.logits(m.extend(m.new_cache(1, 32), prompt)) for m in (small, full))
     assert (small.vocab_size, small.draft_vocab_size) == (VOCAB, len(KEPT) if fast else VOCAB)
-    torch.testing.assert_close(found[..., KEPT], wanted[..., KEPT], rtol=1e-4, atol=1e-4)
-    assert found.isfinite().sum() == found[..., KEPT].numel()
+    torch.testing.assert_close(logits[..., KEPT], expected[..., KEPT], rtol=1e-4, atol=1e-4)
+    assert logits.isfinite().sum() == logits[..., KEPT].numel()
 
 
 @pytest.mark.parametrize(
@@ -53,14 +53,14 @@ def test_greedy_text_equals_the_targets(
     prompts, limits, sampling = [[3, 5, 8], [1]], Limits(30), Sampling()
 
     def text(name: str, parts: Parts, **settings: object) -> tuple[list[list[int]], int]:
-        made = build_method(name, parts, sampling, **settings)
-        steps = list(generate(target, *made, prompts, limits, sampling, Rng.for_rows(0, 2)))
+        built = build_method(name, parts, sampling, **settings)
+        steps = list(generate(target, *built, prompts, limits, sampling, Rng.for_rows(0, 2)))
         return [[token for step in steps for token in step.new_ids[row]] for row in range(2)], len(steps)
 
-    plain, _ = text("autoregressive", Parts())
+    expected, _ = text("autoregressive", Parts())
     drafted, steps = text(method, Parts(wrap_model(model)), **options)
-    assert drafted == plain
-    assert any(token in KEPT for row in plain for token in row)
+    assert drafted == expected
+    assert any(token in KEPT for row in expected for token in row)
     assert steps < 30
 
 
@@ -77,8 +77,8 @@ def test_the_vocabulary_and_all_weights_survive_a_round_trip(
     loaded = load_model(str(tmp_path))
     assert torch.equal(kept_tokens(loaded), KEPT)
     assert torch.equal(kept_tokens(cut_layers(loaded, [1], "the model")), KEPT)
-    for other in (loaded, LlamaForCausalLM.from_pretrained(tmp_path)):
-        assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in other.state_dict().items())
+    for reloaded in (loaded, LlamaForCausalLM.from_pretrained(tmp_path)):
+        assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in reloaded.state_dict().items())
 
 
 @pytest.mark.parametrize(

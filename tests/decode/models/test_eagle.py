@@ -54,22 +54,22 @@ def slow_features(heads: EagleHeads, given_TG: Tensor, ids: list[int], start: in
         past.append(
             (torch.stack([turn(k, position, base) for k in key]), (attention.v_proj.weight @ read_C).view(-1, width))
         )
-        seen = []
+        attended = []
         for head, query in enumerate((attention.q_proj.weight @ read_C).view(-1, width)):
-            turned, of = turn(query, position, base), head // queries_a_key
-            shares = torch.stack([turned @ key[of] for key, _ in past]).div(width**0.5).softmax(0)
-            seen.append(sum(share * value[of] for share, (_, value) in zip(shares, past, strict=True)))
-        state_D = state_D + attention.o_proj.weight @ torch.cat(seen)
+            turned, group = turn(query, position, base), head // queries_a_key
+            shares = torch.stack([turned @ key[group] for key, _ in past]).div(width**0.5).softmax(0)
+            attended.append(sum(share * value[group] for share, (_, value) in zip(shares, past, strict=True)))
+        state_D = state_D + attention.o_proj.weight @ torch.cat(attended)
         x_D, mlp = norm(state_D, layer.post_attention_layernorm.weight, eps), layer.mlp
         return state_D + mlp.down_proj.weight @ (F.silu(mlp.gate_proj.weight @ x_D) * (mlp.up_proj.weight @ x_D))
 
     past: list[tuple[Tensor, Tensor]] = []
     for place in range(start + 1):
         state_D = step(heads.fc.weight @ given_TG[place], ids[place + 1], place, past)
-    made = [state_D]
+    states = [state_D]
     for ahead in range(1, STEPS):
-        made.append(step(made[-1], ids[start + 1 + ahead], start + ahead, past))
-    return [norm(state_D, heads.norm.weight, eps) for state_D in made]
+        states.append(step(states[-1], ids[start + 1 + ahead], start + ahead, past))
+    return [norm(state_D, heads.norm.weight, eps) for state_D in states]
 
 
 @pytest.mark.parametrize("normed", [False, True])
@@ -81,16 +81,16 @@ def test_training_equals_the_plain_implementation(make_llama: Any, make_eagle: A
     heads.normed = normed
     ids_T, split = torch.randint(VOCAB, (LENGTH + 7,), generator=torch.Generator().manual_seed(1)), 7
     documents_T = (torch.arange(len(ids_T)) >= split).long()
-    given = [given_of(model, heads, part[None])[0] for part in (ids_T[:split], ids_T[split:])]
+    states = [given_of(model, heads, part[None])[0] for part in (ids_T[:split], ids_T[split:])]
     positions_T = torch.cat((torch.arange(split), torch.arange(LENGTH)))
     mask_TT = (documents_T[:, None] == documents_T) & torch.ones(len(ids_T), len(ids_T), dtype=torch.bool).tril()
-    made_TKD = heads.features(torch.cat(given)[None], ids_T[None], positions_T[None], mask_TT[None, None])[0]
+    made_TKD = heads.features(torch.cat(states)[None], ids_T[None], positions_T[None], mask_TT[None, None])[0]
     second = ids_T[split:].tolist()
     for start in range(LENGTH - STEPS):
-        wanted = slow_features(heads, given[1], second, start)
-        assert (made_TKD[split + start] - torch.stack(wanted)).abs().max() < 1e-10
-    wanted = slow_features(heads, given[0], ids_T[:split].tolist(), 2)
-    assert (made_TKD[2] - torch.stack(wanted)).abs().max() < 1e-10
+        expected = slow_features(heads, states[1], second, start)
+        assert (made_TKD[split + start] - torch.stack(expected)).abs().max() < 1e-10
+    expected = slow_features(heads, states[0], ids_T[:split].tolist(), 2)
+    assert (made_TKD[2] - torch.stack(expected)).abs().max() < 1e-10
 
 
 @torch.no_grad()
@@ -114,18 +114,18 @@ def test_drafting_equals_training(
     heads = make_eagle(model, proposed)
     heads.normed = normed
     target, drafter = wrap_model(model, aux_layers=heads.layers), EagleDrafter(heads)
-    seen: list[Tensor] = []
+    recorded: list[Tensor] = []
 
     class Spied(EagleDrafter):
         def logits(self, hidden_XD: Tensor) -> Tensor:
-            seen.append(super().logits(hidden_XD))
-            return seen[-1]
+            recorded.append(super().logits(hidden_XD))
+            return recorded[-1]
 
     prompts = [[5, 7, 2, 9, 1, 4], [3, 1, 8]]
     method = build_method("speculative", Parts(drafter=Spied(heads)), Sampling(0.0), gamma=STEPS)
     texts = decode_texts(target, *method, prompts, Limits(6), Sampling(0.0), Rng([0, 1], target.device))
     assert drafter.vocab_size == VOCAB
-    plain = decode_texts(
+    expected = decode_texts(
         target,
         *build_method("autoregressive", Parts(), Sampling(0.0)),
         prompts,
@@ -133,17 +133,17 @@ def test_drafting_equals_training(
         Sampling(0.0),
         Rng([0, 1], target.device),
     )
-    assert texts == plain
+    assert texts == expected
     for row, prompt in enumerate(prompts):
         # the first step: the prompt and a chain of the drafter's own tokens
-        chain = [int(step_BMV[row, -1].argmax()) for step_BMV in seen[:STEPS]]
+        chain = [int(step_BMV[row, -1].argmax()) for step_BMV in recorded[:STEPS]]
         ids_1T = torch.tensor([[*prompt, *chain]])
         length = ids_1T.shape[1]
         mask_TT = torch.ones(length, length, dtype=torch.bool).tril()
         given_1TG, places_1T = given_of(model, heads, ids_1T), torch.arange(length)[None]
         made_KD = heads.features(given_1TG, ids_1T, places_1T, mask_TT[None, None])[0, len(prompt) - 2]
         logits_KR = made_KD @ heads.projection().T
-        for step, step_BMV in enumerate(seen[:STEPS]):
+        for step, step_BMV in enumerate(recorded[:STEPS]):
             found_R = step_BMV[row, -1] if proposed is None else step_BMV[row, -1, proposed]
             assert (found_R - logits_KR[step]).abs().max() < 1e-4, (row, step)
 
@@ -174,14 +174,14 @@ def test_heads_survive_a_round_trip(make_llama: Any, make_eagle: Any, tmp_path: 
     model = make_llama(VOCAB)
     heads = make_eagle(model, KEPT)
     save_eagle(heads, tmp_path)
-    found = load_eagle(tmp_path)
+    loaded = load_eagle(tmp_path)
     with pytest.raises(ValueError, match=r"EAGLE-3.*drafter"):
         read_heads(tmp_path)
     assert is_eagle(tmp_path)
     assert not is_eagle(tmp_path.parent)
-    assert found.layers == heads.layers
-    assert found.proposed is not None
-    assert found.proposed.tolist() == KEPT.tolist()
-    mine, theirs = heads.state_dict(), found.state_dict()
-    assert mine.keys() == theirs.keys()
-    assert all(torch.equal(weight, theirs[name]) for name, weight in mine.items())
+    assert loaded.layers == heads.layers
+    assert loaded.proposed is not None
+    assert loaded.proposed.tolist() == KEPT.tolist()
+    saved_state, loaded_state = heads.state_dict(), loaded.state_dict()
+    assert saved_state.keys() == loaded_state.keys()
+    assert all(torch.equal(weight, loaded_state[name]) for name, weight in saved_state.items())

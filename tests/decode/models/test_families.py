@@ -11,9 +11,9 @@ import pytest
 @pytest.mark.slow
 def test_families_equal_generate_or_are_refused() -> None:
     bench = Path(__file__).parents[2] / "bench" / "families.py"
-    done = subprocess.run([sys.executable, str(bench)], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found["families"] >= 179, done.stdout
-    assert (found["trains"], found["trees"], found["exports"]) >= (91, 92, 93), done.stdout
-    assert found["chains"] == found["loads"] >= 93, "a loaded family does not decode the same tokens as generate"
+    process = subprocess.run([sys.executable, str(bench)], capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr
+    counts = json.loads(process.stdout.splitlines()[-1])
+    assert counts["families"] >= 179, process.stdout
+    assert (counts["trains"], counts["trees"], counts["exports"]) >= (91, 92, 93), process.stdout
+    assert counts["chains"] == counts["loads"] >= 93, "a loaded family does not decode the same tokens as generate"

@@ -114,13 +114,13 @@ def test_norms_and_activations_equal_the_librarys(processor: None, dtype: torch.
         x_XI: torch.Tensor, add_XO: torch.Tensor | None, norm_I: Any, offset: float, before: int
     ) -> torch.Tensor:
         out_XO = torch.empty(len(x_XI), outputs)
-        x, add, out, norm = (None if each is None else each.data_ptr() for each in (x_XI, add_XO, out_XO, norm_I))
+        x, add, out, norm = (None if tensor is None else tensor.data_ptr() for tensor in (x_XI, add_XO, out_XO, norm_I))
         apart = 0 if add_XO is None or len(add_XO) < len(x_XI) else outputs  # a single row is added to all rows
         sizes = (inputs, outputs, len(x_XI), few.kind, 2)
         compiled().few_rows(few.pointer, x, add, apart, out, *sizes, norm, offset, before)
         return out_XO.double()
 
-    def right(found_XO: torch.Tensor, x_XI: torch.Tensor, bound: float) -> bool:
+    def is_close(found_XO: torch.Tensor, x_XI: torch.Tensor, bound: float) -> bool:
         """Check for x Wᵀ. Rounding changes an input by at most 2⁻⁸ of itself (bfloat16), or 2⁻¹⁶ of the row's maximum
         (integers)."""
         off_XI = {PAIRS: 2.0**-8 * x_XI.abs(), FOURS: 2.0**-16 * x_XI.abs().amax(-1, keepdim=True).expand_as(x_XI)}
@@ -130,14 +130,14 @@ def test_norms_and_activations_equal_the_librarys(processor: None, dtype: torch.
     for rows in range(1, FEW_ROWS + 1):
         x_XI, add_XO = torch.randn(rows, inputs) * 3, torch.randn(rows, outputs)
         scaled_XI = x_XI.double() / (x_XI.double().square().sum(-1, keepdim=True) + offset**2).sqrt()
-        assert right(compute(x_XI, None, None, offset, 0), scaled_XI, 1e-5)
+        assert is_close(compute(x_XI, None, None, offset, 0), scaled_XI, 1e-5)
         found_XO = compute(x_XI, add_XO, norm_I, offset, 0) - add_XO.double()
-        assert right(found_XO, scaled_XI * norm_I.double(), 1e-5)
+        assert is_close(found_XO, scaled_XI * norm_I.double(), 1e-5)
         found_XO = compute(x_XI, add_XO[:1], norm_I, offset, 0) - add_XO[:1].double()
-        assert right(found_XO, scaled_XI * norm_I.double(), 1e-5)
+        assert is_close(found_XO, scaled_XI * norm_I.double(), 1e-5)
         apart_XI = (x_XI + 2).double() - (x_XI + 2).double().mean(-1, keepdim=True)
         scaled_XI = apart_XI / (apart_XI.square().sum(-1, keepdim=True) + offset**2).sqrt()
-        assert right(compute(x_XI + 2, None, norm_I, offset, CENTRED), scaled_XI * norm_I.double(), 1e-5)
+        assert is_close(compute(x_XI + 2, None, norm_I, offset, CENTRED), scaled_XI * norm_I.double(), 1e-5)
         gate_up_XI = torch.randn(rows, 2 * inputs)
         gate_up_XI[:, :inputs] *= torch.logspace(-3, 3, inputs)
         gate_XI, up_XI = gate_up_XI.double().chunk(2, -1)
@@ -146,7 +146,7 @@ def test_norms_and_activations_equal_the_librarys(processor: None, dtype: torch.
             activated_XI = function(gate_XI) * (up_XI if gated else 1)
             given_XI = gate_up_XI if gated else gate_up_XI[:, :inputs].contiguous()
             found_XO = compute(given_XI, add_XO, None, -1.0, activation) - add_XO.double()
-            assert right(found_XO, activated_XI, 1e-6 * float((activated_XI @ weight_IO).abs().max()) + 1e-4)
+            assert is_close(found_XO, activated_XI, 1e-6 * float((activated_XI @ weight_IO).abs().max()) + 1e-4)
     edges_1I = torch.cat(
         (torch.tensor([[-1e4, -200.0, -88.0, 0.0, 88.0, 200.0, 1e30, 3.0]]).repeat(1, 12), torch.ones(1, inputs)), -1
     )
@@ -179,42 +179,42 @@ def test_few_queries_attend_as_the_library_does(
     heads, groups, start, room, cap = 6, 2, 2, max(lengths) + 70, 0.0 if width == 64 else 3.0
     batch, end = len(lengths), max(lengths) + start + count
     cache = KVCache(2, batch, groups, room, width, width, torch.float32, torch.device("cpu"))
-    for side in (*cache.keys, *cache.values):
-        side.copy_(torch.randn(side.shape) * 2)
+    for memory in (*cache.keys, *cache.values):
+        memory.copy_(torch.randn(memory.shape) * 2)
     cache.set_lengths(lengths)
-    before = [side.clone() for side in (*cache.keys, *cache.values)]
+    before = [memory.clone() for memory in (*cache.keys, *cache.values)]
     qkv_XO = torch.randn(batch * count, (heads + 2 * groups) * width)
     angles_BM1E = torch.rand(batch, count, 1, width // 2) * 6
     turns_BM1E = torch.polar(torch.ones_like(angles_BM1E), angles_BM1E)
     slots_BS = torch.arange(end)[None] < torch.tensor(lengths)[:, None]
     mask_BMS = slots_BS[:, None].repeat(1, count, 1)
     for row, length in enumerate(lengths):
-        seen = (torch.rand(count, start + count) > (-1 if chain else 0.4)).tril(start)
-        seen[torch.arange(count), start + torch.arange(count)] = True
-        mask_BMS[row, :, length : length + start + count] = seen
+        visible = (torch.rand(count, start + count) > (-1 if chain else 0.4)).tril(start)
+        visible[torch.arange(count), start + torch.arange(count)] = True
+        mask_BMS[row, :, length : length + start + count] = visible
     mask_B1MS = torch.zeros(batch, 1, count, end).masked_fill_(~mask_BMS[:, None], -torch.inf)
     found_XD = torch.empty(batch * count, heads * width)
     mask = None if chain else mask_B1MS
-    given = (qkv_XO, turns_BM1E, mask, cache.keys[1], cache.values[1], cache.lengths_B, found_XD)
+    parts = (qkv_XO, turns_BM1E, mask, cache.keys[1], cache.values[1], cache.lengths_B, found_XD)
     apart = cache.keys[1].stride()[:2]
     sizes = (batch, count, heads, groups, width, start, end, 2, cap)
-    compiled().attend(*(None if each is None else each.data_ptr() for each in given), batch, batch, *apart, *sizes)
+    compiled().attend(*(None if part is None else part.data_ptr() for part in parts), batch, batch, *apart, *sizes)
     qkv_BMHE = qkv_XO.view(batch, count, -1, width).double()
     turned = torch.view_as_complex(qkv_BMHE[:, :, : heads + groups].unflatten(-1, (-1, 2)).contiguous()) * turns_BM1E
     query, key = torch.view_as_real(turned).flatten(-2).split([heads, groups], 2)
     for row, length in enumerate(lengths):
         first, last = length + start, length + start + count
-        sides = [cache.keys[1][row].double(), cache.values[1][row].double()]
-        for side, new in zip(sides, (key[row], qkv_BMHE[row, :, heads + groups :]), strict=True):
-            assert (side[:, first:last] - new.transpose(0, 1)).abs().max() < 1e-5
-        keys, values = (side[:, :last].repeat_interleave(heads // groups, 0) for side in sides)
+        memories = [cache.keys[1][row].double(), cache.values[1][row].double()]
+        for memory, new in zip(memories, (key[row], qkv_BMHE[row, :, heads + groups :]), strict=True):
+            assert (memory[:, first:last] - new.transpose(0, 1)).abs().max() < 1e-5
+        keys, values = (memory[:, :last].repeat_interleave(heads // groups, 0) for memory in memories)
         scores = query[row].transpose(0, 1) @ keys.mT / width**0.5
         scores = (cap * torch.tanh(scores / cap) if cap else scores) + mask_B1MS[row, :, :, :last]
-        wanted = (scores.softmax(-1) @ values).transpose(0, 1).reshape(count, -1)
-        assert (found_XD.view(batch, count, -1)[row] - wanted).abs().max() < 1e-5
-        for side, old in zip((*cache.keys, *cache.values), before, strict=True):
-            kept = [place for place in range(room) if not first <= place < last]
-            assert torch.equal(side[row][:, kept], old[row][:, kept]), "no other slot changes"
+        expected = (scores.softmax(-1) @ values).transpose(0, 1).reshape(count, -1)
+        assert (found_XD.view(batch, count, -1)[row] - expected).abs().max() < 1e-5
+        for memory, old in zip((*cache.keys, *cache.values), before, strict=True):
+            others = [slot for slot in range(room) if not first <= slot < last]
+            assert torch.equal(memory[row][:, others], old[row][:, others]), "no other slot changes"
     assert torch.equal(cache.keys[0], before[0])
 
 
@@ -236,18 +236,18 @@ def test_layers_in_one_call_equal_single_layers(make_llama: Any, dtype: torch.dt
     assert LeanDecoder(make_llama(hidden_size=64, intermediate_size=40))._few is None, "40 inputs are not supported"
     tokens_BM, many_BM = (torch.randint(0, thin.vocab_size, (2, count)) for count in (9, 2 * FEW_ROWS + 3))
     tree = Tree.from_parents(torch.tensor([[-1, 0, 0, 1, 2]]).repeat(2, 1), 2)
-    found = []
+    outputs = []
     for context in (nullcontext(), library_products()):
         with context:
             cache = thin.new_cache(2, 160)
             thin.extend(cache, tokens_BM[:, :4])
             cache.set_lengths([4, 2])
             scored_BMD, keys = thin.extend(cache, tokens_BM[:, 4:], tree), cache.keys[-1][0, :, :4].clone()
-            found.append((scored_BMD, keys, thin.extend(cache, many_BM)))
+            outputs.append((scored_BMD, keys, thin.extend(cache, many_BM)))
             assert thin._few.takes(2, 5) == isinstance(context, nullcontext)
     bound = {torch.float32: 1e-5, torch.bfloat16: 0.05, torch.int8: 1e-3}[dtype]
-    for ours, librarys in zip(*found, strict=True):
-        assert (ours - librarys).abs().max() < bound * librarys.abs().max()
+    for output, expected in zip(*outputs, strict=True):
+        assert (output - expected).abs().max() < bound * expected.abs().max()
 
 
 def test_int8_rounds_to_the_nearest_of_255_values_per_row() -> None:
@@ -268,9 +268,9 @@ def test_an_int8_model_equals_the_rounded_model(make_llama: Any, tmp_path: Path)
     model = make_llama(hidden_size=64, num_hidden_layers=2)
     model.save_pretrained(tmp_path)
     loaded = load_model(str(tmp_path), dtype="int8")
-    for mine, theirs in zip(loaded.parameters(), model.parameters(), strict=True):
-        assert torch.equal(mine, rounded(theirs) if theirs.dim() > 1 else theirs)
-        assert theirs.dim() == 1 or not torch.equal(mine, theirs)
+    for weight, original in zip(loaded.parameters(), model.parameters(), strict=True):
+        assert torch.equal(weight, rounded(original) if original.dim() > 1 else original)
+        assert original.dim() == 1 or not torch.equal(weight, original)
     tokens_BM = torch.randint(0, loaded.vocab_size, (2, 9))
     wrapped = wrap_model(loaded)
     scored_BMV = wrapped.logits(wrapped.extend(wrapped.new_cache(2, 9), tokens_BM))
@@ -282,9 +282,9 @@ def test_an_int8_model_equals_the_rounded_model(make_llama: Any, tmp_path: Path)
 @any_format
 def test_nan_and_infinite_inputs_are_propagated(dtype: torch.dtype) -> None:
     few, _ = product_of(torch.randn(16, 32), dtype)
-    for wrong in (torch.nan, torch.inf, -torch.inf):
+    for value in (torch.nan, torch.inf, -torch.inf):
         x_XI = torch.randn(3, 32)
-        x_XI[1, 5] = wrong
+        x_XI[1, 5] = value
         finite_X = few(x_XI).isfinite().all(-1)
         assert finite_X.tolist() == [True, False, True]
 
@@ -309,11 +309,11 @@ def test_kernels_are_compiled_once_if_possible(tmp_path: Path) -> None:
     (bare / "cc").chmod(0o755)
     assert run_probe(PATH=str(bare)) == ("False", []), "the compiler fails"
     assert run_probe(DRAFTSMITH_NATIVE="0") == ("False", [])
-    said, (library,) = run_probe()
-    assert said == "True"
-    compute = library.stat().st_mtime_ns
+    output, (library,) = run_probe()
+    assert output == "True"
+    compiled_at = library.stat().st_mtime_ns
     assert run_probe() == ("True", [library])
-    assert library.stat().st_mtime_ns == compute
+    assert library.stat().st_mtime_ns == compiled_at
 
 
 @needs_compiler
@@ -350,15 +350,15 @@ def test_shared_weights_are_stored_once(
     else:
         model.to(dtype)
     before, ids_BT = {name: weight.clone() for name, weight in model.state_dict().items()}, torch.arange(40)[None]
-    wanted_BTV, plain = model(ids_BT).logits, wrap_model(model)
-    scored_BTV = plain.logits(plain.extend(plain.new_cache(1, 40), ids_BT))
+    wanted_BTV, unshared = model(ids_BT).logits, wrap_model(model)
+    scored_BTV = unshared.logits(unshared.extend(unshared.new_cache(1, 40), ids_BT))
     for _ in range(2):
         thin = wrap_model(model, share=True)
         assert torch.equal(thin.logits(thin.extend(thin.new_cache(1, 40), ids_BT)), scored_BTV)
         assert not any(weight.dim() > 1 for weight in model.parameters())
         for found_BTV in (model(ids_BT).logits, model(ids_BT[:, :5]).logits):
-            wanted = wanted_BTV[:, : found_BTV.shape[1]]
-            assert (found_BTV - wanted).abs().max() < (0.05 if dtype == torch.bfloat16 else 1e-3) * wanted.abs().max()
+            exact = wanted_BTV[:, : found_BTV.shape[1]]
+            assert (found_BTV - exact).abs().max() < (0.05 if dtype == torch.bfloat16 else 1e-3) * exact.abs().max()
         with library_products():
             assert torch.allclose(model(ids_BT).logits, wanted_BTV, rtol=1e-5, atol=1e-5)
     assert {name: weight.dtype for name, weight in model.state_dict().items()} == {
@@ -370,6 +370,6 @@ def test_shared_weights_are_stored_once(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_rounding_in_parts_equals_rounding(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.randn(3, 5, 40).to(dtype)
-    whole = rounded(weight)
+    expected = rounded(weight)
     monkeypatch.setattr(products, "_AT_ONCE", 250)
-    assert torch.equal(rounded(weight), whole)
+    assert torch.equal(rounded(weight), expected)

@@ -85,7 +85,7 @@ def tree_states(scorer: LanguageModel) -> tuple[Tensor, Tensor]:
 @torch.inference_mode()
 def test_norm_maps_states_before_it_to_those_after_it(family: str, fast: bool, dtype: torch.dtype) -> None:
     model = build(family).to(dtype)
-    before, after = (wrap_model(model, fast=fast, states=f"{side}-norm") for side in ("before", "after"))
+    before, after = (wrap_model(model, fast=fast, states=f"{position}-norm") for position in ("before", "after"))
     assert (before.states, after.states) == ("before-norm", "after-norm")
     assert isinstance(before, LeanDecoder if fast else TransformersModel)
     (before_BND, logits_BNV), (after_BND, wanted_BNV) = tree_states(before), tree_states(after)
@@ -117,26 +117,26 @@ def test_medusa_on_pre_norm_states_is_lossless(family: str, fast: bool) -> None:
         model(torch.tensor([PROMPTS[0][:-1]]))
     handle.remove()
     weight_VD = model.get_output_embeddings().weight.detach()
-    heads, read = PredictionHeads.from_lm_head(weight_VD, 3, 1, states="before-norm").eval(), list[Tensor]()
-    heads.register_forward_pre_hook(lambda _, args: read.append(args[0].clone()))
+    heads, inputs = PredictionHeads.from_lm_head(weight_VD, 3, 1, states="before-norm").eval(), list[Tensor]()
+    heads.register_forward_pre_hook(lambda _, args: inputs.append(args[0].clone()))
     target = wrap_model(model, fast=fast, states="before-norm")
-    wanted = run(wrap_model(model, fast=fast), "autoregressive", Parts())
-    assert run(target, "medusa", Parts(heads=heads), tree="2x2x1") == wanted
-    torch.testing.assert_close(read[0][0], residuals[0][0, -1], rtol=1e-4, atol=1e-4)
+    expected = run(wrap_model(model, fast=fast), "autoregressive", Parts())
+    assert run(target, "medusa", Parts(heads=heads), tree="2x2x1") == expected
+    torch.testing.assert_close(inputs[0][0], residuals[0][0, -1], rtol=1e-4, atol=1e-4)
 
 
 def test_calls_of_other_threads_are_ignored() -> None:
     norm = torch.nn.LayerNorm(4)
-    mine, theirs = torch.randn(2, 4), torch.randn(3, 4)
-    with norm_input(norm) as seen:
-        norm(mine)
-        other = threading.Thread(target=norm, args=(theirs,))
-        other.start()
-        other.join()
-        assert seen[0] is mine
+    own_input, other_input = torch.randn(2, 4), torch.randn(3, 4)
+    with norm_input(norm) as captured:
+        norm(own_input)
+        thread = threading.Thread(target=norm, args=(other_input,))
+        thread.start()
+        thread.join()
+        assert captured[0] is own_input
         with norm_input(norm) as inner:
-            norm(theirs)
-        assert inner[0] is theirs
+            norm(other_input)
+        assert inner[0] is other_input
     assert hooks(norm) == 0
 
 
@@ -182,22 +182,22 @@ def test_generate_wraps_the_target_with_the_heads_states(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = build(family)
-    asked = {"inputs": torch.tensor(PROMPTS[:1]), "max_new_tokens": 20}
-    wanted = model.generate(**asked).tolist()
+    settings = {"inputs": torch.tensor(PROMPTS[:1]), "max_new_tokens": 20}
+    expected = model.generate(**settings).tolist()
     weight_VD = model.get_output_embeddings().weight.detach()
     save_heads(PredictionHeads.from_lm_head(weight_VD, 3, 1, states="before-norm"), tmp_path / "before", "target")
     save_heads(PredictionHeads.from_lm_head(weight_VD, 3, 1), tmp_path / "after", "target")
     wrapped: list[str] = []
     wrap = drop_in.wrap_model
 
-    def noted(model: PreTrainedModel, **how: Any) -> LanguageModel:
-        if how.get("check", True):
-            wrapped.append(how["states"])
-        return wrap(model, **how)
+    def record_and_wrap(model: PreTrainedModel, **options: Any) -> LanguageModel:
+        if options.get("check", True):
+            wrapped.append(options["states"])
+        return wrap(model, **options)
 
-    monkeypatch.setattr(drop_in, "wrap_model", noted)
-    before, after = (method("medusa", heads=tmp_path / side, tree="2x1") for side in ("before", "after"))
-    for custom, made in (
+    monkeypatch.setattr(drop_in, "wrap_model", record_and_wrap)
+    before, after = (method("medusa", heads=tmp_path / name, tree="2x1") for name in ("before", "after"))
+    for custom, states in (
         (method("prompt-lookup"), ["after-norm"]),
         (after, []),
         (before, ["before-norm"]),
@@ -206,28 +206,28 @@ def test_generate_wraps_the_target_with_the_heads_states(
         (after, ["after-norm"]),
     ):
         wrapped.clear()
-        assert model.generate(custom_generate=custom, **asked).tolist() == wanted
-        assert wrapped == made
+        assert model.generate(custom_generate=custom, **settings).tolist() == expected
+        assert wrapped == states
     assert hooks(model) == 0
-    model.generate(custom_generate=before, **asked)
-    gone = weakref.ref(model)
+    model.generate(custom_generate=before, **settings)
+    reference = weakref.ref(model)
     del model, weight_VD
     gc.collect()
-    assert gone() is None
+    assert reference() is None
 
 
 def test_heads_without_a_projection_get_the_targets() -> None:
     model = build("llama")
-    asked = {"inputs": torch.tensor(PROMPTS[:1]), "max_new_tokens": 20}
+    settings = {"inputs": torch.tensor(PROMPTS[:1]), "max_new_tokens": 20}
     heads = PredictionHeads(3, 1, 32, None, projection="target").eval()
     custom = method("medusa", heads=heads, tree="2x1")
-    assert model.generate(custom_generate=custom, **asked).tolist() == model.generate(**asked).tolist()
+    assert model.generate(custom_generate=custom, **settings).tolist() == model.generate(**settings).tolist()
     assert heads.projection(0).data_ptr() == model.lm_head.weight.data_ptr()
     other = build("llama", vocab_size=40)
     with pytest.raises(ValueError, match=r"\[50, 32\].*\[40, 32\]"):
-        other.generate(custom_generate=custom, **asked)
-    own = PredictionHeads(3, 1, 32, VOCAB).eval()
-    attach_projection(own, model, model.device)
+        other.generate(custom_generate=custom, **settings)
+    complete = PredictionHeads(3, 1, 32, VOCAB).eval()
+    attach_projection(complete, model, model.device)
     attach_projection(None, model, model.device)
     with pytest.raises(ValueError, match="offloaded"):
         attach_projection(heads, build("llama").to("meta"), model.device)

@@ -43,12 +43,12 @@ def test_attention_with_any_mask(shape: tuple[int, ...], dtype: torch.dtype) -> 
     ends_B = torch.randint(slots // 2 + 1, slots + 1, (batch,), device=DEVICE)
     mask_BMS.masked_fill_(torch.arange(slots, device=DEVICE) >= ends_B[:, None, None], -torch.inf)
     slots_BM = ends_B[:, None] - count + torch.arange(count, device=DEVICE)
-    found = fused.attend(query_XHE, keys, values, mask_BMS, slots_BM).view(batch, count, heads, width)
+    output = fused.attend(query_XHE, keys, values, mask_BMS, slots_BM).view(batch, count, heads, width)
     query = query_XHE.view(batch, count, heads, width).transpose(1, 2).double()
-    wanted = F.scaled_dot_product_attention(
+    expected = F.scaled_dot_product_attention(
         query, keys.double(), values.double(), mask_BMS[:, None].double(), enable_gqa=True
     )
-    assert (found.double() - wanted.transpose(1, 2)).abs().max() < TOLERANCES[dtype]
+    assert (output.double() - expected.transpose(1, 2)).abs().max() < TOLERANCES[dtype]
 
 
 @pytest.mark.gpu
@@ -64,7 +64,7 @@ def test_queries_and_keys_are_rotated_and_cached(shape: tuple[int, ...], dtype: 
     before = cache.clone()
     slots_BM = torch.stack([torch.randperm(slots, device=DEVICE)[:count] for _ in range(batch)])
     norms_O = random_tensor(dtype, (heads + 2 * kv_heads) * width) if normed else None
-    found = fused.rotate_and_keep(qkv_XO, cos, sin, *cache, slots_BM, norms_O, 1e-5)
+    output = fused.rotate_and_keep(qkv_XO, cos, sin, *cache, slots_BM, norms_O, 1e-5)
     split = qkv_XO.double().view(batch, count, -1, width)
     values = split[:, :, heads + kv_heads :]
     if norms_O is not None:
@@ -73,13 +73,13 @@ def test_queries_and_keys_are_rotated_and_cached(shape: tuple[int, ...], dtype: 
     first, second = split.chunk(2, -1)
     turned += torch.cat((-second, first), -1) * sin.double().view(batch, count, 1, width)
     tolerance = 4 * TOLERANCES[dtype]  # the numbers reach 20
-    assert (found.double().view(batch, count, heads, width) - turned[:, :, :heads]).abs().max() < tolerance
+    assert (output.double().view(batch, count, heads, width) - turned[:, :, :heads]).abs().max() < tolerance
     rows_B1 = torch.arange(batch, device=DEVICE)[:, None]
-    kept_keys, kept_values = (side[rows_B1, :, slots_BM].double() for side in cache)
+    kept_keys, kept_values = (memory[rows_B1, :, slots_BM].double() for memory in cache)
     assert (kept_keys - turned[:, :, heads : heads + kv_heads]).abs().max() < tolerance
     assert torch.equal(kept_values, values)
-    for side, old in zip(cache, before, strict=True):
-        side[rows_B1, :, slots_BM] = old[rows_B1, :, slots_BM]
+    for memory, old in zip(cache, before, strict=True):
+        memory[rows_B1, :, slots_BM] = old[rows_B1, :, slots_BM]
     assert torch.equal(cache, before)
 
 
@@ -88,8 +88,8 @@ def test_queries_and_keys_are_rotated_and_cached(shape: tuple[int, ...], dtype: 
 @pytest.mark.parametrize("width", [576, 1300])
 def test_norms(width: int, dtype: torch.dtype) -> None:
     x_XD, weight_D = random_tensor(dtype, 5, width), random_tensor(dtype, width)
-    found = fused.normed(x_XD, weight_D, 1e-5)
-    assert (found - F.rms_norm(x_XD, (width,), weight_D, 1e-5)).abs().max() <= 4 * TOLERANCES[dtype]
+    output = fused.normed(x_XD, weight_D, 1e-5)
+    assert (output - F.rms_norm(x_XD, (width,), weight_D, 1e-5)).abs().max() <= 4 * TOLERANCES[dtype]
 
 
 @pytest.mark.gpu

@@ -51,33 +51,33 @@ def walk(model: LanguageModel, lengths: Sequence[int], rounds: int, seed: int) -
         return torch.randint(least, end, (batch, count), generator=generator).to(device)
 
     cache = model.new_cache(batch, max(lengths) + 2 * rounds + 20)
-    seen = [model.extend(cache, tokens(max(lengths)))[:, : min(lengths)]]
+    states = [model.extend(cache, tokens(max(lengths)))[:, : min(lengths)]]
     cache.set_lengths(list(lengths))
     fixed = Tree.k_ary((2, 2, 1)).to(device)
     for step in range(rounds):
         if step % 3 == 0:  # a chain that starts with two tokens
-            seen.append(model.extend(cache, tokens(2)))
-            seen += [model.extend(cache, tokens(1), Tree.chain(4).to(device), start) for start in (2, 3, 4)]
+            states.append(model.extend(cache, tokens(2)))
+            states += [model.extend(cache, tokens(1), Tree.chain(4).to(device), start) for start in (2, 3, 4)]
             gained = [1 + (row + step) % 2 for row in range(batch)]
         elif step % 3 == 1:  # a fixed tree; the root's second child and one of its children are accepted
             levels = ((0, 1), (1, 3), (3, 7), (7, 11))
-            seen += [model.extend(cache, tokens(stop - start), fixed, start) for start, stop in levels]
+            states += [model.extend(cache, tokens(stop - start), fixed, start) for start, stop in levels]
             cache.move_to_front(torch.tensor([[2, 5 + row % 2, 3] for row in range(batch)], device=device))
             gained = [3 - (row + step) % 2 for row in range(batch)]
         else:  # beams, with different parents in each row
             tree, first = Tree.chain(0).to(device), 0
-            seen.append(model.extend(cache, tokens(1), tree))
+            states.append(model.extend(cache, tokens(1), tree))
             for _ in range(3):
                 tree = tree.grow(tokens(3, first, tree.nodes))
                 first = tree.nodes - 3
-                seen.append(model.extend(cache, tokens(3), tree, first))
+                states.append(model.extend(cache, tokens(3), tree, first))
             gained = [1] * batch
-        cache.set_lengths([length + more for length, more in zip(cache.lengths, gained, strict=True)])
-    return seen
+        cache.set_lengths([length + gain for length, gain in zip(cache.lengths, gained, strict=True)])
+    return states
 
 
 def difference(left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> float:
-    return max((one - other).abs().max().item() for one, other in zip(left, right, strict=True))
+    return max((a - b).abs().max().item() for a, b in zip(left, right, strict=True))
 
 
 def run(
@@ -104,11 +104,11 @@ def test_a_replay_equals_the_eager_forward(
     make_llama: Build, kind: str, lengths: list[int], dtype: torch.dtype, states: str
 ) -> None:
     model = (gpt2() if kind == "gpt2" else make_llama(VOCAB)).to(dtype)
-    plain = wrap_model(model, fast=kind == "lean", states=states)
-    fast, recordings = graphed(plain)
+    eager = wrap_model(model, fast=kind == "lean", states=states)
+    fast, recordings = graphed(eager)
     assert fast.states == states
     for seed in (0, 1):  # the second run reuses the cache and the graphs of the first
-        assert difference(walk(fast, lengths, 18, seed), walk(plain, lengths, 18, seed)) < TOLERANCES[dtype]
+        assert difference(walk(fast, lengths, 18, seed), walk(eager, lengths, 18, seed)) < TOLERANCES[dtype]
         gc.collect()
         assert len(fast._free) == 1
     assert recordings.replayed > 60
@@ -147,8 +147,8 @@ def test_replayed_runs_equal_eager_runs(
     heads, sampling = make_heads(4, 32, VOCAB), Sampling(temperature)
     (fast, recordings), (fast_drafter, _) = graphed(target), graphed(drafter)
     for prompts in (PROMPTS[:1], PROMPTS):
-        wanted = run(target, name, Parts(drafter, heads), prompts, sampling, **options)
-        assert run(fast, name, Parts(fast_drafter, heads), prompts, sampling, **options) == wanted
+        expected = run(target, name, Parts(drafter, heads), prompts, sampling, **options)
+        assert run(fast, name, Parts(fast_drafter, heads), prompts, sampling, **options) == expected
     assert recordings.replayed > 10
 
 
@@ -156,11 +156,11 @@ def accepted_drafts(
     target: LanguageModel, name: str, drafter: LanguageModel, temperature: float, **options: object
 ) -> object:
     """Return the new tokens and the numbers of accepted draft tokens of each step, for two rows."""
-    sampling, seen = Sampling(temperature), []
+    sampling, steps = Sampling(temperature), []
     method = build_method(name, Parts(drafter), sampling, **options)
     for step in generate(target, *method, PROMPTS[:3:2], Limits(30), sampling, Rng.for_rows(3, 2)):
-        seen.append((step.new_ids, step.accepted[step.active].tolist()))
-    return seen
+        steps.append((step.new_ids, step.accepted[step.active].tolist()))
+    return steps
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -185,8 +185,8 @@ def test_unused_draft_levels_do_not_change_texts(
     target = wrap_model(make_llama(VOCAB, sharpness=1.5))
     fast, recordings = graphed(target)
     for options in (*of_two, *reversed(of_two)):  # target and drafter exchange their cache memory
-        wanted = accepted_drafts(target, name, target, temperature, **options)
-        assert accepted_drafts(fast, name, fast, temperature, **options) == wanted
+        expected = accepted_drafts(target, name, target, temperature, **options)
+        assert accepted_drafts(fast, name, fast, temperature, **options) == expected
     assert recordings.replayed > 10
 
 
@@ -197,14 +197,14 @@ def test_cache_memory_is_reused_but_never_shared(make_llama: Build) -> None:
     assert first.keys[0].data_ptr() != second.keys[0].data_ptr()
     fast.extend(first, torch.ones(2, 3, dtype=torch.int64))
     first.set_lengths([3, 1])
-    place = first.keys[0].data_ptr()
+    address = first.keys[0].data_ptr()
     assert first.keys[0].any()
     del first
     third = fast.new_cache(2, 9)  # the memory of a larger cache is reused
-    assert third.keys[0].data_ptr() == place
+    assert third.keys[0].data_ptr() == address
     assert third.lengths == [0, 0]
     assert not any(memory.any() for memory in (*third.keys, *third.values))
-    assert fast.new_cache(1, 9).keys[0].data_ptr() != place  # but not that of another batch size
+    assert fast.new_cache(1, 9).keys[0].data_ptr() != address  # but not that of another batch size
     for batch in range(3, 12):
         fast.new_cache(batch, 9)
     assert len(fast._free) == 4
@@ -212,20 +212,20 @@ def test_cache_memory_is_reused_but_never_shared(make_llama: Build) -> None:
 
 @torch.inference_mode()
 def test_unsupported_calls_run_eagerly(make_llama: Build) -> None:
-    plain = wrap_model(make_llama(VOCAB))
-    fast, recordings = graphed(plain, max_tokens=4)
+    eager = wrap_model(make_llama(VOCAB))
+    fast, recordings = graphed(eager, max_tokens=4)
     cache, counts = fast.new_cache(1, 40), []
     fast.extend(cache, torch.ones(1, 3, dtype=torch.int64))  # a prompt
     cache.set_lengths([3])
     fast.extend(cache, torch.ones(1, 5, dtype=torch.int64))  # too many tokens
-    fast.extend(plain.new_cache(1, 8), torch.ones(1, 3, dtype=torch.int64))  # a cache without persistent memory
+    fast.extend(eager.new_cache(1, 8), torch.ones(1, 3, dtype=torch.int64))  # a cache without persistent memory
     assert recordings.warmed == 0
-    for model in (plain, fast, fast, fast):
-        own = model.new_cache(1, 40)
-        own.set_lengths([3])
-        model.extend(own, torch.ones(1, 4, dtype=torch.int64))
+    for model in (eager, fast, fast, fast):
+        model_cache = model.new_cache(1, 40)
+        model_cache.set_lengths([3])
+        model.extend(model_cache, torch.ones(1, 4, dtype=torch.int64))
         with FlopCounterMode(display=False) as counter:
-            model.extend(own, torch.ones(1, 4, dtype=torch.int64))
+            model.extend(model_cache, torch.ones(1, 4, dtype=torch.int64))
         counts.append(counter.get_total_flops())
     assert counts[0] > 0
     assert set(counts) == {counts[0]}
@@ -234,8 +234,8 @@ def test_unsupported_calls_run_eagerly(make_llama: Build) -> None:
 
 
 def test_replays_inside_and_outside_inference_mode(make_llama: Build) -> None:
-    plain = wrap_model(make_llama(VOCAB))
-    fast, recordings = graphed(plain)
+    eager = wrap_model(make_llama(VOCAB))
+    fast, recordings = graphed(eager)
     for inside in (True, False, True, False):
         with torch.inference_mode(inside):
             cache = fast.new_cache(2, 16)
@@ -258,7 +258,7 @@ def test_tables_that_a_graph_reads_are_kept(make_llama: Build) -> None:
     cache.set_lengths([390])
     model.extend(cache, torch.ones(1, 1, dtype=torch.int64))
     assert len(model._rotation.tables[""][0]) > len(table)
-    assert any(accepted_drafts[""][0] is table for accepted_drafts in model._rotation.outgrown if accepted_drafts)
+    assert any(entry[""][0] is table for entry in model._rotation.outgrown if entry)
 
 
 # Models on several devices or with offloaded weights: no graphs, and a cache with each layer on its device.
@@ -267,32 +267,32 @@ def test_tables_that_a_graph_reads_are_kept(make_llama: Build) -> None:
 def test_an_offloaded_model_decodes_the_same_text(make_llama: Build, tmp_path: Path) -> None:
     from accelerate import dispatch_model
 
-    wanted = run(wrap_model(make_llama(VOCAB)), "autoregressive", Parts(), PROMPTS, Sampling())
-    places = {"model.embed_tokens": "disk", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "disk"}
-    places |= {"model.layers.0": "cpu", "model.layers.1": "disk"}
-    model = dispatch_model(make_llama(VOCAB), places, offload_dir=str(tmp_path))
+    expected = run(wrap_model(make_llama(VOCAB)), "autoregressive", Parts(), PROMPTS, Sampling())
+    device_map = {"model.embed_tokens": "disk", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "disk"}
+    device_map |= {"model.layers.0": "cpu", "model.layers.1": "disk"}
+    model = dispatch_model(make_llama(VOCAB), device_map, offload_dir=str(tmp_path))
     assert not LeanDecoder.covers(model)
     target = wrap_model(model)
     assert isinstance(target, TransformersModel)
     assert target.layer_devices == [torch.device("cpu")] * 2
-    assert run(target, "autoregressive", Parts(), PROMPTS, Sampling()) == wanted
+    assert run(target, "autoregressive", Parts(), PROMPTS, Sampling()) == expected
 
 
 @pytest.mark.parametrize("lengths", [[4], [4, 2]], ids=str)
 def test_a_cache_has_each_layer_on_its_device(lengths: list[int]) -> None:
     cpu, meta = torch.device("cpu"), torch.device("meta")
     spread = KVCache(3, len(lengths), 2, 16, 4, 6, torch.float32, cpu, [cpu, meta, cpu])
-    whole = KVCache(3, len(lengths), 2, 16, 4, 6, torch.float32, cpu)
+    single = KVCache(3, len(lengths), 2, 16, 4, 6, torch.float32, cpu)
     assert [key.device for key in spread.keys] == [value.device for value in spread.values] == [cpu, meta, cpu]
     key_BHME, value_BHME = (torch.randn(len(lengths), 2, 5, width) for width in (4, 6))
-    for cache in (spread, whole):
+    for cache in (spread, single):
         cache.set_lengths(lengths)
-        for layer, place in enumerate(cache.keys):
-            cache.write(layer, key_BHME.to(place.device), value_BHME.to(place.device), 0)
+        for layer, keys in enumerate(cache.keys):
+            cache.write(layer, key_BHME.to(keys.device), value_BHME.to(keys.device), 0)
         cache.move_to_front(torch.tensor([[2, 4]] * len(lengths)))
     for layer in (0, 2):
-        assert torch.equal(spread.keys[layer], whole.keys[layer])
-        assert torch.equal(spread.values[layer], whole.values[layer])
+        assert torch.equal(spread.keys[layer], single.keys[layer])
+        assert torch.equal(spread.values[layer], single.values[layer])
 
 
 # Tests that need a device.
@@ -309,12 +309,12 @@ def gpu(test: Any) -> Any:
 def test_a_cuda_graph_equals_the_eager_forward(
     make_llama: Build, kind: str, lengths: list[int], dtype: torch.dtype, states: str
 ) -> None:
-    plain = wrap_model(make_llama(VOCAB).to("cuda", dtype), fast=kind == "lean", graphs=False, states=states)
-    roomy, tight = GraphedModel(plain, stride=16), GraphedModel(plain, stride=16, max_graphs=3)
+    eager = wrap_model(make_llama(VOCAB).to("cuda", dtype), fast=kind == "lean", graphs=False, states=states)
+    roomy, tight = GraphedModel(eager, stride=16), GraphedModel(eager, stride=16, max_graphs=3)
     for seed in (0, 1, 2):
-        wanted = walk(plain, lengths, 18, seed)
+        expected = walk(eager, lengths, 18, seed)
         for fast in (roomy, tight):
-            assert difference(walk(fast, lengths, 18, seed), wanted) < TOLERANCES[dtype]
+            assert difference(walk(fast, lengths, 18, seed), expected) < TOLERANCES[dtype]
 
 
 @gpu

@@ -25,26 +25,26 @@ def test_products_equal_the_matrix_product(
     library = Product(weight_OI)
     assert library.few_rows is None
     unit = 2.0**-8 if dtype == torch.bfloat16 else 2.0**-18
-    for made, rows in itertools.product((product, library), (1, 2, 5, 17, FEW_ROWS, FEW_ROWS + 1)):
+    for multiply, rows in itertools.product((product, library), (1, 2, 5, 17, FEW_ROWS, FEW_ROWS + 1)):
         x_XI, sum_XO = torch.randn(rows, inputs, dtype=dtype), torch.randn(rows, outputs, dtype=dtype)
         expected_XO = x_XI.double() @ weight_OI.double().T
         bound = unit * expected_XO.abs().max()
-        assert (made(x_XI).double() - expected_XO).abs().max() < bound
-        assert (made.add_to(sum_XO, x_XI).double() - expected_XO - sum_XO.double()).abs().max() < 2 * bound
+        assert (multiply(x_XI).double() - expected_XO).abs().max() < bound
+        assert (multiply.add_to(sum_XO, x_XI).double() - expected_XO - sum_XO.double()).abs().max() < 2 * bound
 
 
 def test_frozen_16_bit_weights_are_stored_once(make_llama: Any, tmp_path: Path) -> None:
     model = make_llama().half().requires_grad_(False)  # bfloat16 weights would be copied to float32
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
     thin = LeanDecoder(model)
-    for layer, whole in zip(model.model.layers, thin._layers, strict=True):
+    for layer, fused_layer in zip(model.model.layers, thin._layers, strict=True):
         attention, mlp = layer.self_attn, layer.mlp
         for fused, parts in (
-            (whole.qkv, (attention.q_proj, attention.k_proj, attention.v_proj)),
-            (whole.up, (mlp.gate_proj, mlp.up_proj)),
+            (fused_layer.qkv, (attention.q_proj, attention.k_proj, attention.v_proj)),
+            (fused_layer.up, (mlp.gate_proj, mlp.up_proj)),
         ):
-            places = {part.weight.untyped_storage().data_ptr() for part in parts}
-            assert places == {fused.weight_OI.untyped_storage().data_ptr()}
+            addresses = {part.weight.untyped_storage().data_ptr() for part in parts}
+            assert addresses == {fused.weight_OI.untyped_storage().data_ptr()}
     model.save_pretrained(tmp_path)
     for state in (model.state_dict(), LlamaForCausalLM.from_pretrained(tmp_path).state_dict()):
         assert all(torch.equal(state[name], weight) for name, weight in before.items())

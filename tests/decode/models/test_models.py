@@ -144,15 +144,15 @@ def test_ragged_batches_equal_single_rows(lengths: list[int]) -> None:
     for part in (*cache.keys, *cache.values):
         part.normal_(generator=draws)
     roots_B1 = torch.randint(50, (len(lengths), 1), generator=draws)
-    alone = [
+    single = [
         scorer.extend(cache.rows(row, row + 1, [length]), roots_B1[row, None]) for row, length in enumerate(lengths)
     ]
     if scorer._few is not None:
         for part in (*cache.keys, *cache.values):
             for row, length in enumerate(lengths):
                 part[row, :, length + 1 :] = torch.nan
-    together_B1D = scorer.extend(cache.rows(0, len(lengths), lengths), roots_B1)
-    assert (together_B1D - torch.cat(alone)).abs().max() < 2e-5
+    batched_B1D = scorer.extend(cache.rows(0, len(lengths), lengths), roots_B1)
+    assert (batched_B1D - torch.cat(single)).abs().max() < 2e-5
 
 
 ELSEWHERE: list[tuple[str, dict[str, Any]]] = [
@@ -216,9 +216,9 @@ def test_texts_longer_than_a_sliding_window(family: str, fast: bool) -> None:
         for part in (*cache.keys, *cache.values):
             part.normal_(generator=torch.Generator().manual_seed(3))
         roots_B1 = torch.tensor([[7], [9], [11]])
-        alone = [wide.extend(cache.rows(i, i + 1, [length]), roots_B1[i, None]) for i, length in enumerate(lengths)]
-        together_B1D = wide.extend(cache.rows(0, 3, lengths), roots_B1)
-        assert (together_B1D - torch.cat(alone)).abs().max() < 2e-5
+        single = [wide.extend(cache.rows(i, i + 1, [length]), roots_B1[i, None]) for i, length in enumerate(lengths)]
+        batched_B1D = wide.extend(cache.rows(0, 3, lengths), roots_B1)
+        assert (batched_B1D - torch.cat(single)).abs().max() < 2e-5
 
 
 @pytest.mark.parametrize(("family", "window"), [("mistral", 16), ("gpt_oss", 128)])

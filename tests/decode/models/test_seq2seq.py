@@ -142,9 +142,9 @@ def test_a_tree_forward_equals_plain_forwards(family: str) -> None:
         for row, node in itertools.product(range(len(SOURCES)), range(tree.nodes)):
             path = torch.nonzero(tree.ancestors_BNN[0, node])[:, 0]
             ids = torch.cat((committed_BT[row, : lengths[row]], tokens_BN[row, path]))
-            plain = target.model(input_ids=torch.tensor([SOURCES[row]]), decoder_input_ids=ids[None])
-            difference = (logits_BNV[row, node] - plain.logits[0, -1]).abs().max()
-            assert difference < 2e-5 * plain.logits.abs().max()
+            expected_output = target.model(input_ids=torch.tensor([SOURCES[row]]), decoder_input_ids=ids[None])
+            difference = (logits_BNV[row, node] - expected_output.logits[0, -1]).abs().max()
+            assert difference < 2e-5 * expected_output.logits.abs().max()
 
 
 @torch.inference_mode()
@@ -152,12 +152,12 @@ def test_overflows_in_half_precision_are_clamped_as_in_transformers() -> None:
     model = build("t5").to(torch.float16)
     for block in model.decoder.block:
         block.layer[0].SelfAttention.o.weight.mul_(2e4)
-    own = model(input_ids=torch.tensor([SOURCES[0]]), decoder_input_ids=torch.tensor([[START, 4]])).logits[0]
+    expected_TV = model(input_ids=torch.tensor([SOURCES[0]]), decoder_input_ids=torch.tensor([[START, 4]])).logits[0]
     target = wrap_model(model, check=False)
     _, slots = target.begin(SOURCES[:1], 1)
-    mine = target.logits(target.extend(slots, torch.tensor([[START, 4]])))[0]
-    assert own.isfinite().all()
-    assert (mine - own).abs().max() <= 0.02 * own.abs().max()
+    logits_TV = target.logits(target.extend(slots, torch.tensor([[START, 4]])))[0]
+    assert expected_TV.isfinite().all()
+    assert (logits_TV - expected_TV).abs().max() <= 0.02 * expected_TV.abs().max()
 
 
 @pytest.mark.parametrize(
@@ -222,7 +222,7 @@ def hooked() -> PreTrainedModel:
 
 
 @pytest.mark.parametrize(
-    ("make", "words"),
+    ("make", "message"),
     [
         (bart, "'bart'.*t5, mt5, umt5"),
         (lambda: build("t5", decoder_start_token_id=None), "'t5'.*decoder_start_token_id.*None"),
@@ -231,17 +231,17 @@ def hooked() -> PreTrainedModel:
     ],
     ids=["another family", "no first token", "several devices", "more than its family does"],
 )
-def test_unsupported_models_are_refused(make: Callable[[], PreTrainedModel], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
+def test_unsupported_models_are_refused(make: Callable[[], PreTrainedModel], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         wrap_model(make())
 
 
 def test_settings_for_decoders_only_are_refused(
     make_llama: Callable[..., LlamaForCausalLM], make_parts: Callable[..., Parts]
 ) -> None:
-    decoder, both = wrap_model(make_llama(VOCAB)), scorer("t5")
-    for target, drafter in ((decoder, both), (both, decoder)):
+    decoder, encoder_decoder = wrap_model(make_llama(VOCAB)), scorer("t5")
+    for target, drafter in ((decoder, encoder_decoder), (encoder_decoder, decoder)):
         with pytest.raises(ValueError, match="must both be"):
             run(target, "speculative", Parts(drafter=drafter))
     with pytest.raises(ValueError, match="attention: tree"):
-        run(both, "multi-candidate", make_parts("t5"), attention="batch")
+        run(encoder_decoder, "multi-candidate", make_parts("t5"), attention="batch")

@@ -142,7 +142,7 @@ def test_speculative_rejections_are_the_sum_of_total_variations(
 
 def test_expected_rejections_equal_enumeration() -> None:
     target_TVV, draft_TVV = (table_TVV[:4, :4, :4] for table_TVV in random_tables(3))
-    target_TVV, draft_TVV = ((each / each.sum(-1, keepdim=True)).numpy() for each in (target_TVV, draft_TVV))
+    target_TVV, draft_TVV = ((table / table.sum(-1, keepdim=True)).numpy() for table in (target_TVV, draft_TVV))
     total = 0.0
     for length in range(4):
         for prefix in itertools.product(range(4), repeat=length):
@@ -163,8 +163,8 @@ def test_batch_speculative_rejections(make_markov: MakeMarkov, make_stream: Make
     mean, error, _ = count_rejections(make_markov(target_TVV), method, make_stream(drafts, rows), rows, BATCH_TOKENS)
     expected = expected_batch_rejections(target_TVV, draft_TVV, drafts)
     assert abs(mean - expected) < 3 * error
-    others = [expected_batch_rejections(target_TVV, draft_TVV, other) for other in (1, 2, 4, 8) if other != drafts]
-    assert min(abs(other - expected) for other in others) > 5 * error
+    wrong = [expected_batch_rejections(target_TVV, draft_TVV, value) for value in (1, 2, 4, 8) if value != drafts]
+    assert min(abs(value - expected) for value in wrong) > 5 * error
 
 
 EPSILONS = (0.0, 0.02, 0.05, 0.1, 0.2, 0.4, 0.8, 1.0)
@@ -226,7 +226,7 @@ def test_over_acceptance_lies_on_the_pareto_line_or_above_it(make_markov: MakeMa
             build_method(name, Parts(make_markov(draft_TVV)), SAMPLING, gamma=1, epsilon=epsilon)
             for name in ("relaxed-opt", "relaxed-uno")
         ]
-        (rejected, optimal), (rejected_too, simple) = (one_step(each.verifier, target_V, draft_V) for each in built)
+        (rejected, optimal), (rejected_too, simple) = (one_step(method.verifier, target_V, draft_V) for method in built)
         assert rejected == rejected_too == pytest.approx(rejection, abs=tolerance)
         assert total_variation(optimal, p) == pytest.approx(loss, abs=tolerance)
         assert rejected + total_variation(optimal, p) == pytest.approx(total_variation(p, q), abs=tolerance)
@@ -265,9 +265,9 @@ def level_counts(
     return [int((step.accepted >= level).sum()) for level in range(int(step.accepted.max()) + 1)]
 
 
-def assert_share(part: int, whole: int, expected: float) -> None:
+def assert_share(part: int, total: int, expected: float) -> None:
     """Assert that a share is within five standard errors of its expectation."""
-    assert abs(part - whole * expected) <= 5 * (whole * expected * (1 - expected)) ** 0.5 + 1e-9
+    assert abs(part - total * expected) <= 5 * (total * expected * (1 - expected)) ** 0.5 + 1e-9
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
@@ -280,8 +280,8 @@ def test_both_accept_as_much_as_their_formulas_say(make_markov: MakeMarkov, make
     for name, acceptance in acceptances.items():
         counts = level_counts(make_markov, make_stream, name, p, q, k_config="4x2x1", replacement=True)
         assert len(counts) == 4
-        for k, (whole, part) in zip((4, 2, 1), itertools.pairwise(counts), strict=True):
-            assert_share(part, whole, acceptance(k))
+        for k, (total, part) in zip((4, 2, 1), itertools.pairwise(counts), strict=True):
+            assert_share(part, total, acceptance(k))
     assert abs(acceptances["multi-candidate"](4) - acceptances["naive-multi-candidate"](4)) > 0.03  # 12 standard errors
 
 
@@ -301,8 +301,8 @@ def k_seq(p: np.ndarray, q: np.ndarray, chains: int) -> tuple[float, float]:
 @pytest.mark.parametrize("k", [1, 2, 4])
 def test_k_seq_accepts_as_much_as_its_formula_says(make_markov: MakeMarkov, make_stream: MakeStream, k: int) -> None:
     p, q = list(random_distributions(6, 7, seed=1))[2]
-    whole, part = level_counts(make_markov, make_stream, "spectr", p, q, gamma=1, num_drafts=k)
-    assert_share(part, whole, k_seq(p, q, k)[1])
+    total, part = level_counts(make_markov, make_stream, "spectr", p, q, gamma=1, num_drafts=k)
+    assert_share(part, total, k_seq(p, q, k)[1])
 
 
 # Tests of the closed forms.
@@ -317,17 +317,17 @@ def pairs(count: int, vocab: int, seed: int) -> list[tuple[np.ndarray, np.ndarra
 def test_multi_candidate_sampling_gives_the_target(k: int) -> None:
     """The expected values come from an enumeration of all sequences of draws."""
     for p, q in pairs(5, 4, k):
-        accepted, refused = np.zeros_like(p), np.zeros_like(p)
+        accepted, residual = np.zeros_like(p), np.zeros_like(p)
         for draws in itertools.product(range(4), repeat=k):
-            weight, left = q[list(draws)].prod(), p
+            weight, remaining = q[list(draws)].prod(), p
             for x in draws:
-                chance = min(1, left[x] / q[x])
+                chance = min(1, remaining[x] / q[x])
                 accepted[x] += weight * chance
                 weight *= 1 - chance
-                rest = np.maximum(left - q, 0)
-                left = rest / rest.sum()
-            refused += weight * left
+                rest = np.maximum(remaining - q, 0)
+                remaining = rest / rest.sum()
+            residual += weight * remaining
         mass, after = theory.refusals(p, q, k)
-        np.testing.assert_allclose(refused, mass * after, atol=1e-12)
+        np.testing.assert_allclose(residual, mass * after, atol=1e-12)
         np.testing.assert_allclose(accepted + mass * after, p, atol=1e-12)
         assert accepted.sum() == pytest.approx(1 - float(theory.refusals(p, q, k)[0]))

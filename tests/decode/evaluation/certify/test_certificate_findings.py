@@ -35,12 +35,12 @@ def certify(
     name: str = "autoregressive",
     sampling: Sampling = GREEDY,
     parts: Parts | None = None,
-    **rest: Any,
+    **settings: Any,
 ) -> Certificate:
-    plan = rest.pop("plan", Plan(tokens=2400, batch=3))
-    options, limits = rest.pop("options", {}), rest.pop("limits", LIMITS)
+    plan = settings.pop("plan", Plan(tokens=2400, batch=3))
+    options, limits = settings.pop("options", {}), settings.pop("limits", LIMITS)
     entry = Entry(name, name, options, sampling)
-    return certify_method(target, parts or Parts(), entry, PROMPTS, limits, plan, **rest)
+    return certify_method(target, parts or Parts(), entry, PROMPTS, limits, plan, **settings)
 
 
 class SecondOfTwins(GreedyMatch):
@@ -63,14 +63,14 @@ def test_near_ties_are_listed_and_larger_differences_are_faults(make_llama: Make
     assert exact.near_ties == 0
     assert exact.undecided is not None
     assert exact.undecided > 0
-    other = certify(target, method=Method(NoDraft(), SecondOfTwins()))
-    assert other.verdict == "lossless"
-    assert other.near_ties > 0
-    assert other.faults == 0
-    for finding in other.findings:
+    tied = certify(target, method=Method(NoDraft(), SecondOfTwins()))
+    assert tied.verdict == "lossless"
+    assert tied.near_ties > 0
+    assert tied.faults == 0
+    for finding in tied.findings:
         assert (finding.kind, finding.token, finding.expected) == ("near-tie", 6, 5)
         assert finding.margin is not None
-        assert finding.margin <= other.rounding.near_tie
+        assert finding.margin <= tied.rounding.near_tie
     with torch.no_grad():
         model.lm_head.weight[6] *= 1 - 1e-3
     moved = certify(wrap_model(model, check=False), method=Method(NoDraft(), SecondOfTwins()))
@@ -81,7 +81,7 @@ def test_near_ties_are_listed_and_larger_differences_are_faults(make_llama: Make
 
 
 @pytest.mark.parametrize(
-    ("sampling", "token", "kept"),
+    ("sampling", "token", "is_within"),
     [
         (Sampling(1.0, top_k=2), 2, True),  # tied with the second token
         (Sampling(1.0, top_k=2), 3, False),
@@ -92,13 +92,13 @@ def test_near_ties_are_listed_and_larger_differences_are_faults(make_llama: Make
     ],
     ids=str,
 )
-def test_the_edge_of_the_support(sampling: Sampling, token: int, kept: bool) -> None:
+def test_the_edge_of_the_support(sampling: Sampling, token: int, is_within: bool) -> None:
     logits_V = torch.tensor([0.3, 0.3, 0.3, 0.1]).log()
     logits_V[1] += 2e-6
     if sampling.top_k == 0:
         logits_V = torch.tensor([0.3, 0.3 + 2e-7, 0.3, 0.1]).log()
     assert warp(logits_V, Sampling(1.0)).sum() == pytest.approx(1.0)
-    assert within_rounding(logits_V, token, sampling, 1e-5) == kept
+    assert within_rounding(logits_V, token, sampling, 1e-5) == is_within
 
 
 class Unwarped(Sample):
@@ -169,11 +169,11 @@ def test_rounding_is_measured_and_bounded(make_llama: MakeLlama, dtype: torch.dt
 
 def test_excluded_tokens_do_not_widen_the_near_ties(make_llama: MakeLlama) -> None:
     model = make_llama(VOCAB, sharpness=1.5)
-    whole = measure_rounding(wrap_model(model, check=False), PROMPTS, PLAIN)
+    full = measure_rounding(wrap_model(model, check=False), PROMPTS, PLAIN)
     keep_tokens(model, torch.arange(VOCAB - 1))
     rounding = measure_rounding(wrap_model(model, check=False), PROMPTS, PLAIN)
-    assert 0 < rounding.spread < 10 * whole.spread
-    assert rounding.near_tie < 10 * whole.near_tie
+    assert 0 < rounding.spread < 10 * full.spread
+    assert rounding.near_tie < 10 * full.near_tie
 
 
 def test_reading_back_equals_a_forward_of_each_text(make_llama: MakeLlama) -> None:
@@ -185,17 +185,17 @@ def test_reading_back_equals_a_forward_of_each_text(make_llama: MakeLlama) -> No
     for prompt, output in zip(PROMPTS, outputs, strict=True):
         with torch.inference_mode():
             hidden_TD = model.model(torch.tensor([prompt + output])).last_hidden_state[0]
-        for place in range(len(output)):
-            here = len(prompt) - 1 + place
-            hidden_XD.append(hidden_TD[here])
-            before_XD.append(hidden_TD[here - 1] if here else torch.zeros(32))
-            last.append((prompt + output)[here])
+        for index in range(len(output)):
+            position = len(prompt) - 1 + index
+            hidden_XD.append(hidden_TD[position])
+            before_XD.append(hidden_TD[position - 1] if position else torch.zeros(32))
+            last.append((prompt + output)[position])
     assert torch.allclose(reading.hidden_XD, torch.stack(hidden_XD), atol=1e-5)
     assert torch.allclose(reading.before_XD, torch.stack(before_XD), atol=1e-5)
     assert reading.last_X.tolist() == last
     assert reading.prefixes == PROMPTS
-    alone = teacher_force(scorer, [[5]], [[1, 2]])
-    assert not alone.before_XD[0].any()
+    single = teacher_force(scorer, [[5]], [[1, 2]])
+    assert not single.before_XD[0].any()
 
 
 def test_encoder_decoders_have_certificates_too() -> None:
@@ -212,11 +212,11 @@ def test_encoder_decoders_have_certificates_too() -> None:
 
 def test_certificates_do_not_depend_on_the_batch(make_llama: MakeLlama) -> None:
     target, drafter = (wrap_model(make_llama(VOCAB, seed=seed, sharpness=1.5), check=False) for seed in (0, 1))
-    found = []
+    statistics = []
     for batch in (1, 7):
         plan = Plan(tokens=500, batch=batch, seed=3)
         certificate = certify(target, "speculative", PLAIN, Parts(drafter), plan=plan, limits=Limits(20, (0, 1)))
         assert certificate.verdict == "too little text"
         assert certificate.power["tokens"] == 500
-        found.append([test["statistic"] for test in certificate.tests] + [certificate.bias["estimate"]])
-    assert found[0] == pytest.approx(found[1], abs=1e-4)
+        statistics.append([test["statistic"] for test in certificate.tests] + [certificate.bias["estimate"]])
+    assert statistics[0] == pytest.approx(statistics[1], abs=1e-4)

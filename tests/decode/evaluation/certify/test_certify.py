@@ -48,28 +48,28 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.fixture(scope="module")
-def world() -> SmallPair:
+def pair() -> SmallPair:
     """Return a small pair with a larger vocabulary."""
     return make_small_pair(VOCAB, 3)
 
 
-def certify(world: SmallPair, case: str, sampling: Sampling) -> Certificate:
+def certify(pair: SmallPair, case: str, sampling: Sampling) -> Certificate:
     name, options = CASES[case]
     limits = dataclasses.replace(LIMITS, max_new_tokens=40) if sampling.greedy else LIMITS
     plan = dataclasses.replace(PLAN, batch=5) if sampling.greedy else PLAN
     entry = Entry(case, name, options, sampling)
-    return certify_method(world.target, world.parts, entry, world.prompts[:16], limits, plan, reference=world.judge)
+    return certify_method(pair.target, pair.parts, entry, pair.prompts[:16], limits, plan, reference=pair.judge)
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, pytest.param(PLAIN, marks=pytest.mark.slow), WARPED], ids=str)
 @pytest.mark.parametrize("case", CASES)
-def test_lossless_methods_are_certified(world: SmallPair, case: str, sampling: Sampling) -> None:
-    certificate = certify(world, case, sampling)
+def test_lossless_methods_are_certified(pair: SmallPair, case: str, sampling: Sampling) -> None:
+    certificate = certify(pair, case, sampling)
     assert certificate.claimed
     assert certificate.verdict == "lossless", certificate
     assert certificate.faults == 0
-    wanted = 200 if sampling.greedy else PLAN.tokens
-    assert certificate.tokens >= wanted
+    min_tokens = 200 if sampling.greedy else PLAN.tokens
+    assert certificate.tokens >= min_tokens
     assert 0 < certificate.power["detectable_bias_80"] < certificate.power["detectable_bias_99"] < 0.12
     if not sampling.greedy:
         assert len(certificate.tests) == 7 * (2 if case == "autoregressive" else 3) + 1
@@ -77,8 +77,8 @@ def test_lossless_methods_are_certified(world: SmallPair, case: str, sampling: S
         assert low - 0.02 < 0 < high + 0.02
 
 
-def test_every_lossless_method_has_a_certificate_test(world: SmallPair) -> None:
-    lossless = {name for name in METHODS if build_method(name, world.parts, PLAIN).verifier.lossless}
+def test_every_lossless_method_has_a_certificate_test(pair: SmallPair) -> None:
+    lossless = {name for name in METHODS if build_method(name, pair.parts, PLAIN).verifier.lossless}
     assert lossless == {name for name, _ in CASES.values()}
 
 

@@ -55,28 +55,28 @@ def test_the_transform_equals_a_plain_implementation(tokens: int, vocab: int) ->
     probs_XV = rng.dirichlet(np.ones(vocab), tokens)
     scores_XV = rng.integers(0, 3, (tokens, vocab)).astype(float)  # with many equal scores
     token_X, uniform_X = rng.integers(0, vocab, tokens), rng.random(tokens)
-    wanted = []
+    expected = []
     for probs_V, scores_V, token, uniform in zip(probs_XV, scores_XV, token_X, uniform_X, strict=True):
         order = sorted(range(vocab), key=lambda number: (-scores_V[number], number))
         before = sum(probs_V[number] for number in order[: order.index(token)])
-        wanted.append(before + uniform * probs_V[token])
-    given = (torch.from_numpy(values) for values in (probs_XV, scores_XV, token_X, uniform_X))
-    assert transform(*given).numpy() == pytest.approx(np.array(wanted), abs=1e-12)
+        expected.append(before + uniform * probs_V[token])
+    inputs = (torch.from_numpy(values) for values in (probs_XV, scores_XV, token_X, uniform_X))
+    assert transform(*inputs).numpy() == pytest.approx(np.array(expected), abs=1e-12)
 
 
 def test_p_values_of_correct_texts_are_rarely_small() -> None:
     rng = np.random.default_rng(0)
-    runs, found = 300, dict.fromkeys(TESTS, 0)
+    runs, rejections = 300, dict.fromkeys(TESTS, 0)
     for seed in range(runs):
         target_XV, draft_XV = contexts(1600, seed)
         evidence = evidence_of(target_XV, draft_XV, draw(target_XV, rng), rng)
         for result in uniformity_tests(evidence, rng):
             assert result.p_value > 1e-6
-            found[result.test] += result.p_value < 0.05
+            rejections[result.test] += result.p_value < 0.05
     # more than 33 rejections in 300 runs at level 5 % have probability 1e-5
-    assert max(found.values()) <= 33, found
+    assert max(rejections.values()) <= 33, rejections
     # the chi-square tests are not conservative: fewer than 2 rejections are as unlikely
-    assert min(found[test] for test in ("bins", "neighbours")) >= 2, found
+    assert min(rejections[test] for test in ("bins", "neighbours")) >= 2, rejections
 
 
 @pytest.mark.parametrize("power", [0.8, 0.99])
@@ -88,12 +88,12 @@ def test_the_detectable_bias_is_found_with_its_stated_power(power: float) -> Non
     bias = detectable_bias(tokens, level, power, variance)
     distance = float((draft_XV - target_XV).clamp(min=0).sum(1).mean())
     biased_XV = target_XV + bias / distance * (draft_XV - target_XV)
-    found, estimates = 0, []
+    detected, estimates = 0, []
     for _ in range(runs):
         evidence = evidence_of(target_XV, draft_XV, draw(biased_XV, rng), rng)
-        found += uniformity_tests(evidence, rng)[-1].p_value < level
+        detected += uniformity_tests(evidence, rng)[-1].p_value < level
         estimates.append(evidence.bias)
-    assert found / runs >= power - 3 * math.sqrt(power * (1 - power) / runs)
+    assert detected / runs >= power - 3 * math.sqrt(power * (1 - power) / runs)
     assert np.mean(estimates) == pytest.approx(bias, abs=4 * math.sqrt(variance / tokens / runs))
 
 
@@ -102,7 +102,7 @@ def test_shared_random_numbers_are_found() -> None:
     rng = np.random.default_rng(3)
     rows = list(rng.random((100, 16)))
     repeated = [np.repeat(row[:8], 2) for row in rows]
-    twins = [rows[place - place % 2] for place in range(100)]
+    twins = [rows[number - number % 2] for number in range(100)]
     for uniforms, test in ((repeated, "neighbours"), (twins, "rows")):
         results = {result.test: result.p_value for result in uniformity_tests(without_favour(uniforms), rng)}
         assert results[test] < 1e-20
@@ -119,9 +119,9 @@ def test_the_ends_of_rows_do_not_bias_pairs() -> None:
         row = rng.random(24)
         ends = np.flatnonzero(row < 0.3)
         rows.append(row[: ends[0] + 1] if len(ends) else row)
-    whole = without_favour(rows)
-    assert min(result.p_value for result in uniformity_tests(whole, rng)) > 1e-4
-    some = whole.first(1001)
+    evidence = without_favour(rows)
+    assert min(result.p_value for result in uniformity_tests(evidence, rng)) > 1e-4
+    some = evidence.first(1001)
     assert some.joined[0] == pytest.approx(np.concatenate(rows)[:1001])
 
 

@@ -48,31 +48,31 @@ def logits_of(model: LlamaForCausalLM, ids: list[int]) -> torch.Tensor:
         return model(torch.tensor([ids])).logits[0, -1].float()
 
 
-def expected(target: torch.Tensor, draft: torch.Tensor, best: int, said: int, sampling: Sampling, draws: bool) -> Any:
+def expected(target: torch.Tensor, draft: torch.Tensor, best: int, token: int, sampling: Sampling, draws: bool) -> Any:
     """Compute the measures of one token (hit, overlap, agree, accepted) by loops over the vocabulary."""
     p, q = target.softmax(-1).tolist(), draft.softmax(-1).tolist()
-    overlap = sum(min(one, other) for one, other in zip(p, q, strict=True))
-    warped_p, warped_q = (warp(each[None], sampling)[0].tolist() for each in (target, draft))
+    overlap = sum(min(p_x, q_x) for p_x, q_x in zip(p, q, strict=True))
+    warped_p, warped_q = (warp(logits[None], sampling)[0].tolist() for logits in (target, draft))
     agree = float(best == int(target.argmax()))
     accepted = warped_p[best] if not draws else sum(map(min, warped_p, warped_q))
-    return float(best == said), overlap, agree, agree if sampling.greedy else accepted
+    return float(best == token), overlap, agree, agree if sampling.greedy else accepted
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
 def test_scores_of_a_drafter_equal_plain_forwards(models: Any, sampling: Sampling) -> None:
     target, drafter = models
     scores = score(wrap_model(target), drafter_source(wrap_model(drafter)), PASSAGES, sampling)
-    at = 0
+    index = 0
     for number, (prompt, text, judged) in enumerate(PASSAGES):
-        for place, said in enumerate(text):
-            ids = [*prompt, *text[:place]]
+        for position, token in enumerate(text):
+            ids = [*prompt, *text[:position]]
             p, q = logits_of(target, ids), logits_of(drafter, ids)
-            found = [float(scores.measures[name][0, at]) for name in MEASURES]
-            assert found == pytest.approx(expected(p, q, int(q.argmax()), said, sampling, True), abs=2e-5)
-            assert scores.passage_T[at] == number
-            assert scores.valid_KT[0, at] == (judged is None or judged[place])
-            at += 1
-    assert at == len(scores.passage_T)
+            measures = [float(scores.measures[name][0, index]) for name in MEASURES]
+            assert measures == pytest.approx(expected(p, q, int(q.argmax()), token, sampling, True), abs=2e-5)
+            assert scores.passage_T[index] == number
+            assert scores.valid_KT[0, index] == (judged is None or judged[position])
+            index += 1
+    assert index == len(scores.passage_T)
     over_P, under_P = scores.sums("overlap")
     assert under_P.tolist() == [7, 4, 0, 3]
     assert scores.mean("overlap") == pytest.approx(over_P.sum() / 14)
@@ -82,22 +82,22 @@ def test_scores_of_a_drafter_equal_plain_forwards(models: Any, sampling: Samplin
 def test_scores_of_heads_are_of_later_tokens(models: Any, make_heads: Any, sampling: Sampling) -> None:
     target, heads = models[0], make_heads(3, 32, VOCAB)
     scores = score(wrap_model(target), heads_source(heads, torch.float32), PASSAGES, sampling)
-    at = 0
-    for prompt, text, kept in PASSAGES:
+    index = 0
+    for prompt, text, judged in PASSAGES:
         ids = [*prompt, *text]
         with torch.inference_mode():
             states_TD = target.model(torch.tensor([ids])).last_hidden_state[0]
-        for place, said in enumerate(text):
+        for position, token in enumerate(text):
             for head in range(3):
-                state = len(prompt) + place - 2 - head  # this head predicts the token 2 + head positions later
-                valid = place >= head and state >= 0 and (kept is None or kept[place])
-                assert scores.valid_KT[head, at] == valid
+                state = len(prompt) + position - 2 - head  # this head predicts the token 2 + head positions later
+                valid = position >= head and state >= 0 and (judged is None or judged[position])
+                assert scores.valid_KT[head, index] == valid
                 if valid:
-                    p, q = logits_of(target, ids[: len(prompt) + place]), heads(states_TD[state])[head]
-                    wanted = expected(p, q, int(q.argmax()), said, sampling, False)
-                    found = [float(scores.measures[name][head, at]) for name in MEASURES]
-                    assert found == pytest.approx(wanted, abs=2e-5)
-            at += 1
+                    p, q = logits_of(target, ids[: len(prompt) + position]), heads(states_TD[state])[head]
+                    values = expected(p, q, int(q.argmax()), token, sampling, False)
+                    measures = [float(scores.measures[name][head, index]) for name in MEASURES]
+                    assert measures == pytest.approx(values, abs=2e-5)
+            index += 1
     assert len(scores.by_depth("hit")) == 3
 
 
@@ -106,31 +106,31 @@ def test_scores_of_a_table_equal_its_rows(models: Any, table: BigramTable, order
     target, sampling = models[0], Sampling(0.7)
     proposer = TableChain(table, 2, TableSource(order))
     rows = table.distributions("cpu", 1.0)
-    for each in (sampling, Sampling()):
-        scores = score(wrap_model(target), table_source(proposer, torch.device("cpu")), PASSAGES, each)
-        at = 0
+    for setting in (sampling, Sampling()):
+        scores = score(wrap_model(target), table_source(proposer, torch.device("cpu")), PASSAGES, setting)
+        index = 0
         for prompt, text, _ in PASSAGES:
-            for place, said in enumerate(text):
-                ids = [*prompt, *text[:place]]
+            for position, token in enumerate(text):
+                ids = [*prompt, *text[:position]]
                 last = torch.tensor([ids[-1]])
                 q = (rows.unigram_V if order == 1 else rows.after(last)[0]).log()
                 best = int(rows.unigram_V.argmax()) if order == 1 else int(rows.most_likely(last)[0])
-                wanted = expected(logits_of(target, ids), q, best, said, each, True)
-                found = [float(scores.measures[name][0, at]) for name in MEASURES]
-                assert found == pytest.approx(wanted, abs=2e-5)
-                at += 1
+                values = expected(logits_of(target, ids), q, best, token, setting, True)
+                measures = [float(scores.measures[name][0, index]) for name in MEASURES]
+                assert measures == pytest.approx(values, abs=2e-5)
+                index += 1
 
 
 def test_passages_in_groups_score_as_single_ones(models: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     target, source = wrap_model(models[0]), drafter_source(wrap_model(models[1]))
-    whole = score(target, source, PASSAGES * 3, Sampling(1.0))
+    full = score(target, source, PASSAGES * 3, Sampling(1.0))
     monkeypatch.setattr("draftsmith.decode.evaluation.diagnose.agreement._TOKENS_AT_ONCE", 9)
-    done: list[tuple[int, int]] = []
-    parts = score(target, source, PASSAGES * 3, Sampling(1.0), lambda *numbers: done.append(numbers))
-    np.testing.assert_allclose(parts.measures["overlap"], whole.measures["overlap"], atol=1e-5)
-    np.testing.assert_array_equal(parts.passage_T, whole.passage_T)
-    assert len(done) > 3
-    assert done[-1] == (12, 12)
+    progress: list[tuple[int, int]] = []
+    parts = score(target, source, PASSAGES * 3, Sampling(1.0), lambda *numbers: progress.append(numbers))
+    np.testing.assert_allclose(parts.measures["overlap"], full.measures["overlap"], atol=1e-5)
+    np.testing.assert_array_equal(parts.passage_T, full.passage_T)
+    assert len(progress) > 3
+    assert progress[-1] == (12, 12)
     with pytest.raises(ValueError, match="1 passages"):
         score(target, source, [Passage([1, 2], [])], Sampling())
 
@@ -146,51 +146,51 @@ def test_draft_attempts_are_those_of_decoding(
     prompts = [[3, 1, 4], [1, 5, 9, 2], [6, 5]]
     texts = sample_texts(target, prompts, limits, sampling)
     passages = [Passage(*pair) for pair in zip(prompts, texts, strict=True)]
-    made = {"speculative": lambda: drafter_source(wrap_model(models[1]))}
-    made |= {"bpd": lambda: heads_source(heads, torch.float32)}  # type: ignore[dict-item]
-    made |= {"bigram": lambda: table_source(TableChain(table, 2, TableSource(2)), target.device)}  # type: ignore[dict-item]
-    source = made[name]()
+    sources = {"speculative": lambda: drafter_source(wrap_model(models[1]))}
+    sources |= {"bpd": lambda: heads_source(heads, torch.float32)}  # type: ignore[dict-item]
+    sources |= {"bigram": lambda: table_source(TableChain(table, 2, TableSource(2)), target.device)}  # type: ignore[dict-item]
+    source = sources[name]()
     scores = score(target, source, passages, sampling)
 
-    tally, found = Tally(), []
-    for place, prompt in enumerate(prompts):
-        for step in generate(target, *method, [prompt], limits, sampling, Rng.for_rows(place, 1)):
+    tally, attempts = Tally(), []
+    for seed, prompt in enumerate(prompts):
+        for step in generate(target, *method, [prompt], limits, sampling, Rng.for_rows(seed, 1)):
             tally.add_step(step, 0)
-        found.append(draft_attempts(trace(target, method, prompt, limits, sampling, place)))
+        attempts.append(draft_attempts(trace(target, method, prompt, limits, sampling, seed)))
     starts = np.searchsorted(scores.passage_T, range(len(prompts)))
-    for number, row in enumerate(found):
-        for each in row:
-            agreed = scores.measures["agree"][each.depth if name == "bpd" else 0, starts[number] + each.position]
-            assert each.accepted == (each.drafted == texts[number][each.position]) == bool(agreed)
-    count = sum(map(len, found))
+    for number, row in enumerate(attempts):
+        for attempt in row:
+            agreed = scores.measures["agree"][attempt.depth if name == "bpd" else 0, starts[number] + attempt.position]
+            assert attempt.accepted == (attempt.drafted == texts[number][attempt.position]) == bool(agreed)
+    count = sum(map(len, attempts))
     assert 0 <= tally.examined - count <= 3 * len(prompts)  # decoding also examines drafts beyond the limit
-    assert sum(not each.accepted for row in found for each in row) <= tally.rejections
+    assert sum(not attempt.accepted for row in attempts for attempt in row) <= tally.rejections
 
 
 def test_only_significant_losses_are_reported() -> None:
     def stages(after: list[float]) -> list[Stage]:
-        whole = np.full(len(after), 10.0)
-        sums = [(np.full(len(after), 9.0), whole), (np.array(after), whole)]
+        counts = np.full(len(after), 10.0)
+        sums = [(np.full(len(after), 9.0), counts), (np.array(after), counts)]
         values = [float(over.sum() / under.sum()) for over, under in sums]
         keys = ("own", "decoding")
-        return [Stage(key, key, value, sums=each) for key, value, each in zip(keys, values, sums, strict=True)]
+        return [Stage(key, key, value, sums=pair) for key, value, pair in zip(keys, values, sums, strict=True)]
 
-    (found,) = stage_findings(stages([5.0, 6.0, 5.0, 6.0]))
-    assert (found.check, found.is_fault, found.lost) == ("drafting", False, pytest.approx(0.35))
+    (finding,) = stage_findings(stages([5.0, 6.0, 5.0, 6.0]))
+    assert (finding.check, finding.is_fault, finding.lost) == ("drafting", False, pytest.approx(0.35))
     assert stage_findings(stages([0.0, 10.0, 10.0, 10.0])) == [], "the loss comes from one text of four"
     record, files = (Stage(key, key, value) for key, value in (("record", 0.8), ("files", 0.7)))
-    for other, cause in ((False, "export"), (True, "target")):
-        (found,) = stage_findings([record, files], other_target=other)
-        assert (found.check, found.is_fault, found.lost) == (cause, True, pytest.approx(0.1))
+    for other_target, cause in ((False, "export"), (True, "target")):
+        (finding,) = stage_findings([record, files], other_target=other_target)
+        assert (finding.check, finding.is_fault, finding.lost) == (cause, True, pytest.approx(0.1))
     swapped = [Stage("record", "", 0.5, [0.7, 0.3]), Stage("files", "", 0.5, [0.3, 0.7])]
-    assert [found.check for found in stage_findings(swapped)] == ["export"]
+    assert [finding.check for finding in stage_findings(swapped)] == ["export"]
 
 
 def test_files_are_compared_with_incomplete_training_metrics() -> None:
     record, files = Stage("record", "", None, [None, 0.5]), Stage("files", "", 0.4, [0.4, 0.485])
-    (found,) = stage_findings([record, files])
-    assert (found.check, found.lost) == ("export", None)
-    assert "head1_top1 0.500 → 0.485" in found.what
+    (finding,) = stage_findings([record, files])
+    assert (finding.check, finding.lost) == ("export", None)
+    assert "head1_top1 0.500 → 0.485" in finding.what
     assert stage_findings([record, files], rounds=True) == [], "rounding to 16 bits can cause this loss"
 
 
@@ -210,12 +210,12 @@ SERVED = {"a": 10, "b": 20, "c": 12}
 )
 def test_differences_of_a_server_are_reported(change: dict[str, Any], gamma: int, reason: str | None) -> None:
     row: dict[str, Any] = {"label": "load", "prompt_tokens": SERVED, "drafted_per_step": 3.0, "tokens_per_step": 2.0}
-    found = list(compare_server(ServerPrediction("row", gamma, [1.0, 0.0], SERVED, {}), row | change))
-    assert [(reason or "") in each.what for each in found] == [True] * (reason is not None)
+    findings = list(compare_server(ServerPrediction("row", gamma, [1.0, 0.0], SERVED, {}), row | change))
+    assert [(reason or "") in finding.what for finding in findings] == [True] * (reason is not None)
 
 
 def test_measurements_take_precedence_over_predictions() -> None:
-    here = ServerPrediction("speculative", 2, [0.5, 0.5], {}, {"a": (60, 20), "b": (30, 20), "c": (1, 1)})
-    assert here.tokens_per_step(2, ["a", "b", "unknown"]) == 90 / 40
-    assert here.tokens_per_step(2, ["unknown"]) == here._replace(measured={}).tokens_per_step(2, ["a"]) == 1.75
-    assert here.tokens_per_step(1, ["a", "b"]) == 1.5, "shorter drafts are predicted from the acceptance rates"
+    server = ServerPrediction("speculative", 2, [0.5, 0.5], {}, {"a": (60, 20), "b": (30, 20), "c": (1, 1)})
+    assert server.tokens_per_step(2, ["a", "b", "unknown"]) == 90 / 40
+    assert server.tokens_per_step(2, ["unknown"]) == server._replace(measured={}).tokens_per_step(2, ["a"]) == 1.75
+    assert server.tokens_per_step(1, ["a", "b"]) == 1.5, "shorter drafts are predicted from the acceptance rates"

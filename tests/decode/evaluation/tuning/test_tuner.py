@@ -25,8 +25,8 @@ REAL = ModelShape(layers=30, layer_parameters=3.5e6, hidden=576, vocabulary=4915
 DRAFTER = Candidate("4-layer drafter", "drafter", (0, 1, 28, 29), 0.14)
 
 
-def measured(label: str, tokens: float, speedup: float, spread: float = 0.05, **more: Any) -> Measurement:
-    return Measurement(label, tokens, speedup, (speedup - spread, speedup + spread), **more)
+def measured(label: str, tokens: float, speedup: float, spread: float = 0.05, **settings: Any) -> Measurement:
+    return Measurement(label, tokens, speedup, (speedup - spread, speedup + spread), **settings)
 
 
 def test_latency_curves_are_monotonic_and_extrapolated() -> None:
@@ -38,25 +38,25 @@ def test_latency_curves_are_monotonic_and_extrapolated() -> None:
 
 
 def test_candidates_depend_on_the_target() -> None:
-    found = list_candidates(REAL, 8192, supports_eagle=True)
-    assert [each.kind for each in found] == ["drafter", "drafter", "parallel", "eagle", "heads"]
-    assert all(0 < each.cost < 0.3 for each in found)
-    assert found[0].cost < found[1].cost
+    candidates = list_candidates(REAL, 8192, supports_eagle=True)
+    assert [candidate.kind for candidate in candidates] == ["drafter", "drafter", "parallel", "eagle", "heads"]
+    assert all(0 < candidate.cost < 0.3 for candidate in candidates)
+    assert candidates[0].cost < candidates[1].cost
     few = list_candidates(ModelShape(4, 3.5e6, 576, 1000), 8192, supports_eagle=False)
-    assert [each.layers for each in few] == [(0, 3), (0, 3), ()]
-    assert [each.kind for each in list_candidates(ModelShape(1, 3.5e6, 576, 1000), 8192, False)] == ["heads"]
+    assert [candidate.layers for candidate in few] == [(0, 3), (0, 3), ()]
+    assert [candidate.kind for candidate in list_candidates(ModelShape(1, 3.5e6, 576, 1000), 8192, False)] == ["heads"]
 
 
 @pytest.mark.parametrize(
-    ("seconds", "able"),
+    ("seconds", "expected"),
     [
         (lambda tokens: 1 + 0.05 * (tokens - 1), True),
         (lambda tokens: 0.9 * tokens + 0.1, False),  # each further token costs almost as much as the first
     ],
 )
-def test_candidates_that_cannot_win_are_not_trained(seconds: Callable[[float], float], able: bool) -> None:
-    found, reason = is_worth_training(DRAFTER, seconds)
-    assert found == able
+def test_candidates_that_cannot_win_are_not_trained(seconds: Callable[[float], float], expected: bool) -> None:
+    is_worth, reason = is_worth_training(DRAFTER, seconds)
+    assert is_worth == expected
     assert f"{best_draft(DRAFTER, seconds)[1]:.2f}" in reason
 
 
@@ -93,26 +93,26 @@ def test_the_winner_is_steady_and_significantly_faster() -> None:
     assert winner is not None
     assert winner.label == "given"
     assert "within its interval: c" in reason
-    assert choose_winner([replace(each, is_steady=False) for each in some])[0] is None
+    assert choose_winner([replace(choice, is_steady=False) for choice in some])[0] is None
 
 
 def test_successive_halving() -> None:
     """At most a quarter of forty settings survive the first round, and four survive the last."""
-    speeds, asked = {f"{n}": 1 + n / 100 for n in range(40)} | {"lossy": 0.5, "worse": 0.4}, []
+    speeds, calls = {f"{n}": 1 + n / 100 for n in range(40)} | {"lossy": 0.5, "worse": 0.4}, []
 
     def measure(labels: Sequence[str], number: int, prompts: int) -> list[Measurement]:
-        asked.append((number, prompts, len(labels)))
+        calls.append((number, prompts, len(labels)))
         lossy = {"lossy": 2.0, "worse": 3.0}
         return [
-            measured(each, 1.0, speeds[each], 0.2 / number, is_lossless=each not in lossy, perplexity=lossy.get(each))
-            for each in labels
+            measured(item, 1.0, speeds[item], 0.2 / number, is_lossless=item not in lossy, perplexity=lossy.get(item))
+            for item in labels
         ]
 
-    found = tune(list(speeds), measure, [8, 32, 80])
-    assert asked == [(1, 8, 42), (2, 32, 11), (3, 80, 5)]
-    assert [each.label for each in found] == ["39", "38", "37", "36", "lossy"]
-    assert [each.label for each in tune(["39", "0", "1"], measure, [8, 80])] == ["39", "1", "0"]
-    assert [each.label for each in tune(["39", "0"], lambda *given: measure(*given)[:1], [8, 80])] == ["39"]
+    best = tune(list(speeds), measure, [8, 32, 80])
+    assert calls == [(1, 8, 42), (2, 32, 11), (3, 80, 5)]
+    assert [item.label for item in best] == ["39", "38", "37", "36", "lossy"]
+    assert [item.label for item in tune(["39", "0", "1"], measure, [8, 80])] == ["39", "1", "0"]
+    assert [item.label for item in tune(["39", "0"], lambda *arguments: measure(*arguments)[:1], [8, 80])] == ["39"]
 
 
 def test_no_setting_dominates_the_frontier() -> None:
@@ -120,18 +120,18 @@ def test_no_setting_dominates_the_frontier() -> None:
     for count in (1, 2, 5, 30):
         pairs = {(speed / 4, worth / 4) for speed, worth in rng.integers(1, 12, (count, 2)).tolist()}
         choices = [measured("bild", 1.0, speed, perplexity=worth) for speed, worth in pairs]
-        best = [(each.speedup, each.perplexity) for each in pareto_frontier(choices, 100)]
+        best = [(choice.speedup, choice.perplexity) for choice in pareto_frontier(choices, 100)]
         beaten = {one for one in pairs for two in pairs if one != two and two[0] >= one[0] and two[1] <= one[1]}
         assert best == sorted(pairs - beaten, key=lambda pair: pair[1])
-        few = [(each.speedup, each.perplexity) for each in pareto_frontier(choices, 3)]
+        few = [(choice.speedup, choice.perplexity) for choice in pareto_frontier(choices, 3)]
         assert len(few) == min(3, len(best))
         assert {best[0], best[-1] if len(few) > 1 else best[0]} <= set(few) <= set(best)
 
 
 def test_draft_lengths_stop_when_all_loads_slow_down() -> None:
     speedups = {1: (0.9, 1.2), 2: (1.1, 1.1), 3: (1.2, 1.0), 4: (1.1, 0.9), 5: (2.0, 2.0)}
-    found = tune_lengths(lambda tokens: [{"speedup": each} for each in speedups[tokens]], 5)
-    assert list(found) == [1, 2, 3, 4]
+    rows = tune_lengths(lambda tokens: [{"speedup": speedup} for speedup in speedups[tokens]], 5)
+    assert list(rows) == [1, 2, 3, 4]
     assert list(tune_lengths(lambda tokens: [{"speedup": 1.0}], 3)) == [1, 2, 3]
 
 
