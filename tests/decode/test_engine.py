@@ -93,7 +93,7 @@ def test_a_drafter_that_is_the_target_is_always_accepted(target_model: LlamaForC
     ],
     ids=str,
 )
-def test_a_rows_sample_does_not_depend_on_its_neighbours(
+def test_samples_do_not_depend_on_other_rows(
     target_model: LlamaForCausalLM, parts: Parts, name: str, options: dict[str, Any]
 ) -> None:
     target, sampling = wrap_model(target_model), Sampling(1.0)

@@ -209,7 +209,7 @@ def test_drafters_that_read_the_targets_states_are_exact(
     assert p_value(method, target, sampling, make_stream(12, ROWS), heads.layers) > FALSE_ALARM
 
 
-def test_block_verification_accepts_as_many_tokens_as_its_formula(make_stream: MakeStream) -> None:
+def test_block_verification_lengths_equal_the_formula(make_stream: MakeStream) -> None:
     """Chains of three tokens come from fixed distributions. The mean length is Σᵢ E pᵢ within five standard errors, and
     larger than that of token verification, Σᵢ E Πⱼ min(1, p/q)."""
     rows, vocab, depth = 200_000, 3, 3
@@ -273,7 +273,7 @@ def test_every_lossless_method_is_tested(pair: tuple[LlamaForCausalLM, Parts]) -
     ],
     ids=lambda value: str(value),
 )
-def test_hardly_overlapping_supports(
+def test_nearly_disjoint_supports(
     make_llama: Callable[..., LlamaForCausalLM],
     make_stream: MakeStream,
     name: str,
@@ -381,13 +381,13 @@ class WrongResidual(ExactChain):
         return target_BV
 
 
-def test_the_test_finds_a_wrong_residual(pair: tuple[LlamaForCausalLM, Parts], make_stream: MakeStream) -> None:
+def test_the_test_detects_a_wrong_residual(pair: tuple[LlamaForCausalLM, Parts], make_stream: MakeStream) -> None:
     assert pair[1].drafter is not None
     method = Method(DraftTree(pair[1].drafter, (1, 1)), WrongResidual())
     assert p_value(method, pair[0], Sampling(1.0), make_stream(11, ROWS)) < FALSE_ALARM
 
 
-def test_the_test_finds_draws_without_replacement_verified_as_if_with(
+def test_the_test_detects_a_mismatch_of_replacement(
     pair: tuple[LlamaForCausalLM, Parts], make_stream: MakeStream
 ) -> None:
     assert pair[1].drafter is not None
@@ -395,7 +395,7 @@ def test_the_test_finds_draws_without_replacement_verified_as_if_with(
     assert p_value(method, pair[0], Sampling(1.0), make_stream(11, ROWS)) < FALSE_ALARM
 
 
-def test_the_test_finds_a_wrong_rho(
+def test_the_test_detects_a_wrong_rho(
     pair: tuple[LlamaForCausalLM, Parts], make_stream: MakeStream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """ρ = 1 accepts too many of the drafter's tokens."""

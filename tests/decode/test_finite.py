@@ -94,7 +94,7 @@ SURE: dict[str, dict[str, Any]] = {
 }
 
 
-def test_the_damaged_one_of_several_drafters_is_named(chain: Chain) -> None:
+def test_the_drafter_with_damaged_logits_is_named(chain: Chain) -> None:
     parts = Parts(chain(1), more_drafters=(chain(2), chain(3, math.nan)))
     for sampling in SAMPLINGS:
         with pytest.raises(ValueError, match=f"^drafter 3's logits .*position {BROKEN + 1} "):
@@ -150,7 +150,7 @@ def test_nan_weights_are_named_before_decoding(make_llama: Callable[..., LlamaFo
         wrap_model(source_model)
 
 
-def test_masked_tokens_are_no_fault() -> None:
+def test_masked_tokens_are_valid() -> None:
     torch.manual_seed(0)
     sizes = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("phi", num_attention_heads=2, **sizes)).eval()

@@ -51,7 +51,7 @@ def test_a_tree_is_copied_to_a_device_once() -> None:
         assert make().to(meta).line_BNP.device == meta
 
 
-def test_parsing_of_branching() -> None:
+def test_branchings_are_parsed() -> None:
     assert parse_branching("4x2X1") == (4, 2, 1)
     for text in ("", "4x", "4x-1", "0", "axb"):
         with pytest.raises(ValueError, match=f"'{text}'"):

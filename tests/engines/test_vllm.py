@@ -263,7 +263,7 @@ def test_tables_draft_as_in_this_engine(works: Works) -> None:
         ("table", "vllm-bigrams", "ring", 2),
     ],
 )
-def test_the_command_of_serving_serves(
+def test_the_serving_command_gives_the_targets_tokens(
     name: str, form: str, target: str, gamma: int, works: Works, tmp_path: Path
 ) -> None:
     folder, serving = works.export(name, form), works.serving

@@ -170,7 +170,7 @@ def test_norms_and_activations_equal_the_librarys(processor: None, dtype: torch.
     ids=str,
 )
 @torch.no_grad()
-def test_few_queries_attend_as_the_library_does(
+def test_attention_of_few_queries_equals_the_librarys(
     processor: None, lengths: list[int], count: int, width: int, chain: bool
 ) -> None:
     """The queries are a chain, or a tree whose nodes attend to some earlier nodes, after cached rows of these lengths.
@@ -319,7 +319,7 @@ def test_kernels_are_compiled_once_if_possible(tmp_path: Path) -> None:
 @needs_compiler
 @any_processor
 @any_format
-def test_packed_weights_are_found_again(processor: None, dtype: torch.dtype) -> None:
+def test_packed_weights_are_unpacked_unchanged(processor: None, dtype: torch.dtype) -> None:
     """All rows, some rows and parts are unpacked again, also those of int8 weights."""
     int8, places_X = dtype == torch.int8, torch.randperm(41)[:9]
     for inputs in (100, 112, 36):

@@ -83,7 +83,7 @@ def tree_states(scorer: LanguageModel) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize(("family", "fast"), SCORERS)
 @torch.inference_mode()
-def test_norm_maps_states_before_it_to_those_after_it(family: str, fast: bool, dtype: torch.dtype) -> None:
+def test_the_norm_maps_pre_norm_to_post_norm_states(family: str, fast: bool, dtype: torch.dtype) -> None:
     model = build(family).to(dtype)
     before, after = (wrap_model(model, fast=fast, states=f"{position}-norm") for position in ("before", "after"))
     assert (before.states, after.states) == ("before-norm", "after-norm")
@@ -169,7 +169,7 @@ def test_unknown_states_and_encoder_decoders_are_refused() -> None:
 
 
 @pytest.mark.parametrize("name", ["medusa", "slim-s"])
-def test_heads_refuse_a_target_of_other_states(name: str) -> None:
+def test_heads_refuse_a_target_with_other_states(name: str) -> None:
     model = build("llama")
     heads = PredictionHeads.from_lm_head(model.lm_head.weight.detach(), 4, 0, states="before-norm")
     table = BigramTable.from_documents([torch.arange(VOCAB).numpy()], VOCAB)
@@ -216,7 +216,7 @@ def test_generate_wraps_the_target_with_the_heads_states(
     assert reference() is None
 
 
-def test_heads_without_a_projection_get_the_targets() -> None:
+def test_heads_without_a_projection_use_the_targets() -> None:
     model = build("llama")
     settings = {"inputs": torch.tensor(PROMPTS[:1]), "max_new_tokens": 20}
     heads = PredictionHeads(3, 1, 32, None, projection="target").eval()

@@ -250,7 +250,7 @@ def test_replays_inside_and_outside_inference_mode(make_llama: Build) -> None:
 
 
 @torch.inference_mode()
-def test_tables_that_a_graph_reads_are_kept(make_llama: Build) -> None:
+def test_rotary_tables_of_graphs_stay_in_memory(make_llama: Build) -> None:
     model = LeanDecoder(make_llama(VOCAB))
     model.extend(model.new_cache(1, 8), torch.ones(1, 4, dtype=torch.int64))
     table = model._rotation.tables[""][0]

@@ -166,7 +166,7 @@ ELSEWHERE: list[tuple[str, dict[str, Any]]] = [
 """Models that the optimised forward does not support."""
 
 
-def test_which_forward_is_used(make_llama: Callable[..., LlamaForCausalLM]) -> None:
+def test_the_lean_forward_is_used_for_supported_models(make_llama: Callable[..., LlamaForCausalLM]) -> None:
     half = make_llama(50).to(torch.bfloat16)
     assert isinstance(wrap_model(half), LeanDecoder)  # checked against the model's own forward
     for family, overrides in ELSEWHERE:

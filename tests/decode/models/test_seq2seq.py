@@ -180,7 +180,7 @@ def test_greedy_output_equals_transformers(
 
 
 @pytest.mark.parametrize("name", [name for name, method in METHODS.items() if not method.lossless])
-def test_the_methods_that_are_not_lossless_run(make_parts: Callable[..., Parts], name: str) -> None:
+def test_lossy_methods_run(make_parts: Callable[..., Parts], name: str) -> None:
     output, _ = run(scorer("t5"), name, make_parts("t5"))
     assert [len(ids) for ids in output] == [COUNT] * len(SOURCES)
 

@@ -271,7 +271,7 @@ def assert_share(part: int, total: int, expected: float) -> None:
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
-def test_both_accept_as_much_as_their_formulas_say(make_markov: MakeMarkov, make_stream: MakeStream, seed: int) -> None:
+def test_acceptance_equals_the_formulas(make_markov: MakeMarkov, make_stream: MakeStream, seed: int) -> None:
     p, q = list(random_distributions(6, 7, seed))[2 + seed]
     acceptances = {
         "naive-multi-candidate": lambda k: naive_acceptance(p, q, k),
@@ -299,7 +299,7 @@ def k_seq(p: np.ndarray, q: np.ndarray, chains: int) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("k", [1, 2, 4])
-def test_k_seq_accepts_as_much_as_its_formula_says(make_markov: MakeMarkov, make_stream: MakeStream, k: int) -> None:
+def test_k_seq_acceptance_equals_the_formula(make_markov: MakeMarkov, make_stream: MakeStream, k: int) -> None:
     p, q = list(random_distributions(6, 7, seed=1))[2]
     total, part = level_counts(make_markov, make_stream, "spectr", p, q, gamma=1, num_drafts=k)
     assert_share(part, total, k_seq(p, q, k)[1])

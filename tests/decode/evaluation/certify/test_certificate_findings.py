@@ -108,7 +108,7 @@ class Unwarped(Sample):
 
 
 @pytest.mark.parametrize("sampling", [Sampling(1.0, top_k=5), Sampling(1.0, top_p=0.7)], ids=str)
-def test_a_token_outside_the_support_is_a_fault_at_once(make_llama: MakeLlama, sampling: Sampling) -> None:
+def test_a_token_outside_the_support_is_a_fault_immediately(make_llama: MakeLlama, sampling: Sampling) -> None:
     target = wrap_model(make_llama(VOCAB, sharpness=1.5), check=False)
     certificate = certify(target, sampling=sampling, method=Method(NoDraft(), Unwarped()))
     assert certificate.is_suspect
@@ -176,7 +176,7 @@ def test_excluded_tokens_do_not_widen_the_near_ties(make_llama: MakeLlama) -> No
     assert rounding.near_tie < 10 * full.near_tie
 
 
-def test_reading_back_equals_a_forward_of_each_text(make_llama: MakeLlama) -> None:
+def test_teacher_forcing_equals_a_forward_of_each_text(make_llama: MakeLlama) -> None:
     model = make_llama(VOCAB)
     outputs = [[7, 7, 1], [], [2, 3, 4, 5, 6]]
     scorer = wrap_model(model, check=False)
@@ -198,7 +198,7 @@ def test_reading_back_equals_a_forward_of_each_text(make_llama: MakeLlama) -> No
     assert not single.before_XD[0].any()
 
 
-def test_encoder_decoders_have_certificates_too() -> None:
+def test_encoder_decoders_are_certified() -> None:
     def build(seed: int) -> LanguageModel:
         torch.manual_seed(seed)
         sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}
