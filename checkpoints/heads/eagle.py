@@ -11,7 +11,7 @@ E head size, V vocabulary, R draft vocabulary.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -22,16 +22,15 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from ..storage.draft_vocabulary import TOKENS, check_tokens
 from ..storage.names import CONFIG_FILE, WHOLE_FILES
 from ..storage.safe_read import read_json
+from .auxiliary import HEAD, AuxiliaryHeads, Mlp, Norm, check_layers, draft_tokens_in, fill_heads
 from .layouts import EAGLE
 from .logits import LogitShape
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 NORMED = "norm_before_residual"
 """Config keys for the ids of the target layers, and for a residual stream that starts after `hidden_norm`."""
-HEAD = "lm_head.weight"
 _LIKE_THE_TARGET = (
     *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size"),
     *("rms_norm_eps", "max_position_embeddings", "rope_parameters", "hidden_act"),
@@ -50,36 +49,16 @@ class _Attention(nn.Module):
         self.o_proj = nn.Linear(config.num_attention_heads * width, hidden, bias=False)
 
 
-class _Mlp(nn.Module):
-    def __init__(self, config: LlamaConfig) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
-
-    def forward(self, x_XD: Tensor) -> Tensor:
-        output_XD: Tensor = self.down_proj(F.silu(self.gate_proj(x_XD)) * self.up_proj(x_XD))
-        return output_XD
-
-
-class _Norm(nn.RMSNorm):
-    """RMSNorm computed in the dtype of its input, which has lower precision under autocast."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        assert self.weight is not None
-        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
-
-
 class _Layer(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        self.self_attn, self.mlp = _Attention(config), _Mlp(config)
-        self.input_layernorm = _Norm(config.hidden_size, config.rms_norm_eps)
-        self.hidden_norm = _Norm(config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm = _Norm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn, self.mlp = _Attention(config), Mlp(config)
+        self.input_layernorm = Norm(config.hidden_size, config.rms_norm_eps)
+        self.hidden_norm = Norm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = Norm(config.hidden_size, config.rms_norm_eps)
 
 
-class EagleHeads(nn.Module):
+class EagleHeads(AuxiliaryHeads):
     """EAGLE-3 draft layer that shares the target's embeddings and output projection, which `attach` sets.
 
     Args:
@@ -89,29 +68,17 @@ class EagleHeads(nn.Module):
         num_heads: Number of drafting steps in training.
     """
 
-    projection_kind = "target"
-    output = bias_V = None
-    """Transformation and bias of the logits: none, as in serving engines."""
-    own_head: Tensor | None = None
-    """Output projection [R, D] stored with the heads, which may differ from the target's; None if there is none."""
-
     def __init__(
         self, config: LlamaConfig, layers: Sequence[int], proposed: Tensor | None = None, num_heads: int = 3
     ) -> None:
-        super().__init__()
-        self.config, self.layers, self.num_heads = config, tuple(layers), num_heads
+        super().__init__(config, layers, proposed, num_heads)
         self.normed = bool(getattr(config, NORMED, False))
         """True if the residual stream starts after `hidden_norm`."""
         hidden = config.hidden_size
         self.fc = nn.Linear(len(self.layers) * hidden, hidden, bias=False)
         self.midlayer = _Layer(config)
-        self.norm = _Norm(hidden, config.rms_norm_eps)
+        self.norm = Norm(hidden, config.rms_norm_eps)
         self.rotary_emb = LlamaRotaryEmbedding(config)
-        self.vocab_size, self.hidden_size = config.vocab_size, hidden
-        if proposed is not None and not proposed.is_meta:
-            check_tokens(proposed, self.vocab_size)
-        self.register_buffer(TOKENS, None if proposed is None else proposed.long(), persistent=False)
-        self._attached: tuple[Tensor, Tensor] | None = None  # tuples are not registered as parameters
 
     @classmethod
     def for_target(
@@ -123,51 +90,11 @@ class EagleHeads(nn.Module):
         """
         count = config.num_hidden_layers
         layers = list(default_layers(count) if layers is None else layers)
-        if not layers or not all(0 <= layer < count for layer in layers) or layers != sorted(set(layers)):
-            raise ValueError(f"layers must be distinct, ascending and in 0 to {count - 1}, got {layers}")
+        check_layers(layers, count)
         if missing := [name for name in _LIKE_THE_TARGET if getattr(config, name, None) is None and name != "head_dim"]:
             raise ValueError(f"EAGLE-3 heads require a Llama-type target: {config.model_type!r} has no {missing[0]}")
         sizes = {name: getattr(config, name, None) for name in _LIKE_THE_TARGET}
         return cls(LlamaConfig(**sizes, num_hidden_layers=1, tie_word_embeddings=False), layers, proposed, num_heads)
-
-    @property
-    def states(self) -> str:
-        """Identifier of the hidden states that training requires, such as `layers-2-8-13`."""
-        return "-".join(["layers", *map(str, self.layers)])
-
-    @property
-    def states_size(self) -> int:
-        """Size per position of the hidden states that training requires, including the last hidden state."""
-        return (len(self.layers) + 1) * self.hidden_size
-
-    @property
-    def proposed(self) -> Tensor | None:
-        """Token ids of the draft vocabulary, int64 [R], ascending; None for all tokens."""
-        return getattr(self, TOKENS)
-
-    @property
-    def embedding(self) -> Tensor:
-        """Token embeddings of the target, [V, D]."""
-        assert self._attached is not None, "call heads.attach with the target's weights first"
-        return self._attached[0]
-
-    def projection(self, step: int = 0) -> Tensor:
-        """Return the output projection [R, D] for the draft vocabulary. It is the same for every drafting step."""
-        assert self._attached is not None, "call heads.attach with the target's weights first"
-        return self._attached[1]
-
-    def attach(self, embedding_VD: Tensor, lm_head_VD: Tensor) -> Self:
-        """Attach the target's embeddings and, if `own_head` is None, its output projection. They are not parameters."""
-        expected = [self.vocab_size, self.hidden_size]
-        for name, weight in (("embeddings", embedding_VD), ("output projection", lm_head_VD)):
-            if list(weight.shape) != expected:
-                raise ValueError(f"the target's {name} must be {expected}, got {list(weight.shape)}")
-        ids_R, rows_RD = self.proposed, self.own_head
-        if rows_RD is None:
-            rows_RD = lm_head_VD.detach() if ids_R is None else lm_head_VD.detach()[ids_R.to(lm_head_VD.device)]
-        rows_RD = rows_RD.to(lm_head_VD.device)
-        self._attached = (embedding_VD.detach(), rows_RD)
-        return self
 
     @torch.no_grad()
     def begin_as(self, target: Any) -> Self:
@@ -266,16 +193,7 @@ def save_eagle(heads: EagleHeads, directory: Path) -> None:
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    tensors = dict(heads.state_dict())
-    if heads.proposed is not None or heads.own_head is not None:
-        rows_RD = heads.projection() if heads.own_head is None else heads.own_head
-        tensors[HEAD] = rows_RD.to(next(iter(tensors.values())).dtype)
-    if (ids_R := heads.proposed) is not None:
-        tensors[TOKENS] = ids_R - torch.arange(len(ids_R), device=ids_R.device)
-        known_V = torch.zeros(heads.vocab_size, dtype=torch.bool)
-        known_V[ids_R.cpu()] = True
-        tensors["t2d"] = known_V
-    stored = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    stored = heads.stored_tensors()
     save_file(stored, directory / WHOLE_FILES[0], metadata={"format": "pt"})
     named = {name: getattr(heads.config, name) for name in _LIKE_THE_TARGET} | {
         "architectures": [EAGLE],
@@ -311,28 +229,3 @@ def load_eagle(directory: Path, dtype: torch.dtype | None = None) -> EagleHeads:
     stored, config = load_file(directory / WHOLE_FILES[0]), LlamaConfig.from_pretrained(directory)
     heads = fill_heads(EagleHeads(config, eagle_layers(directory), draft_tokens_in(stored)), stored, directory)
     return heads.to(dtype=dtype).eval()
-
-
-def draft_tokens_in(stored: Mapping[str, Tensor]) -> Tensor | None:
-    """Convert the stored offsets `d2t` to the token ids of the draft vocabulary; None if there are no offsets."""
-    offsets_R = stored.get(TOKENS)
-    return None if offsets_R is None else offsets_R.long() + torch.arange(len(offsets_R))
-
-
-def fill_heads(heads: EagleHeads, stored: Mapping[str, Tensor], directory: Path) -> EagleHeads:
-    """Load tensors into heads, which take the dtype of the tensors. Raises ValueError if a tensor is invalid."""
-    weights = {name: tensor for name, tensor in stored.items() if name not in (TOKENS, "t2d", HEAD)}
-    heads = heads.to(next(iter(weights.values())).dtype)
-    try:
-        heads.load_state_dict(weights)
-    except RuntimeError as error:
-        raise ValueError(f"{directory}: {error}") from error
-    if (rows_RD := stored.get(HEAD)) is not None:
-        expected = [heads.vocab_size if heads.proposed is None else len(heads.proposed), heads.hidden_size]
-        if list(rows_RD.shape) != expected:
-            raise ValueError(f"{directory}: {HEAD} is {list(rows_RD.shape)}, expected {expected}")
-        heads.own_head = rows_RD
-    own = {HEAD: heads.own_head} if heads.own_head is not None else {}
-    if wrong := [name for name, each in (*heads.named_parameters(), *own.items()) if not bool(each.isfinite().all())]:
-        raise ValueError(f"{directory}: {wrong[0]} contains NaN or infinite values")
-    return heads

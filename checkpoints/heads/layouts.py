@@ -29,7 +29,8 @@ _UNREADABLE = (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueErr
 
 
 EAGLE = "LlamaForCausalLMEagle3"
-"""Architecture name in the config of EAGLE-3 heads."""
+DFLASH = "DFlashDraftModel"
+"""Architecture names in the configs of EAGLE-3 heads and DFlash drafters."""
 
 
 @dataclass(frozen=True)
@@ -77,8 +78,17 @@ class StoredHeads:
 
 def is_eagle(directory: Path) -> bool:
     """Check if the config in a folder is that of EAGLE-3 heads. Raises ValueError if it cannot be read."""
+    return _has_architecture(directory, EAGLE)
+
+
+def is_dflash(directory: Path) -> bool:
+    """Check if the config in a folder is that of a DFlash drafter. Raises ValueError if it cannot be read."""
+    return _has_architecture(directory, DFLASH)
+
+
+def _has_architecture(directory: Path, name: str) -> bool:
     path = directory / CONFIG_FILE
-    return path.is_file() and EAGLE in (read_json(path).get("architectures") or [])
+    return path.is_file() and name in (read_json(path).get("architectures") or [])
 
 
 def read_heads(directory: Path, *, unpickle: bool = False, states: str | None = None) -> StoredHeads:

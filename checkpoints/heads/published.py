@@ -15,7 +15,8 @@ from transformers import LlamaConfig
 from ..storage.draft_vocabulary import TOKENS, check_tokens
 from ..storage.names import CONFIG_FILE, PICKLED_WHOLE_FILES, WHOLE_FILES
 from ..storage.safe_read import read_json
-from .eagle import HEAD, LAYER_IDS, NORMED, EagleHeads, default_layers, draft_tokens_in, fill_heads
+from .auxiliary import HEAD, draft_tokens_in, fill_heads
+from .eagle import LAYER_IDS, NORMED, EagleHeads, default_layers
 from .layouts import EAGLE, read_pickled
 
 SPECULATORS = "speculators_model_type"

@@ -10,7 +10,8 @@ from typing import Any
 
 from safetensors.torch import load_file
 
-from ..heads.eagle import HEAD, LAYER_IDS, NORMED, default_layers, draft_tokens_in
+from ..heads.auxiliary import HEAD, draft_tokens_in
+from ..heads.eagle import LAYER_IDS, NORMED, default_layers
 from ..heads.published import SPECULATORS, trained_layers
 from ..storage.draft_vocabulary import TOKENS, check_tokens
 from ..storage.names import CONFIG_FILE, WHOLE_FILES

@@ -45,6 +45,9 @@ class AuxiliaryStates:
     required_aux_layers: tuple[int, ...] | None = None
     """Target layers whose inputs this drafter requires (see `EagleDrafter`). None if it requires only tokens."""
 
+    max_draft_tokens: int | None = None
+    """Number of tokens that this drafter drafts with one forward (see `DFlashDrafter`). None for one token."""
+
     def fuse_aux(self, aux_BMG: Tensor) -> Tensor:
         """Project the target's auxiliary hidden states [B, M, G] to the drafter's input [B, M, D]."""
         raise AssertionError("this model takes only tokens as input")
@@ -169,6 +172,10 @@ class LanguageModel(AuxiliaryStates, DraftVocabulary, CapturedForwards):
         end = max(cache.lengths) + stop
         mask_B1MS = self._mask(cache, bias_BMn, start, stop, end)
         return self._forward(cache, tokens_BM, positions_BM, mask_B1MS, start, end)
+
+    def draft_forwards(self, widths: list[int]) -> list[tuple["LanguageModel", int]]:
+        """Return the models and token counts of the forwards that draft levels of a tree, each after `widths` nodes."""
+        return [(self, width) for width in widths]
 
     def check_trees(self, method: str) -> None:
         """Raise ValueError if this model does not support tree attention. The message names `method`."""

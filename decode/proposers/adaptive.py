@@ -85,8 +85,8 @@ class AdaptiveChain(DrafterProposer):
         return
 
     def forwards(self, nodes: float) -> list[tuple[Any, int]]:
-        # One forward per token, and one whose distribution ended the chain.
-        return [(self.model, 1)] * min(self.gamma, round(nodes))
+        # One per token, and one whose distribution ended the chain.
+        return [*self.model.draft_forwards([1] * min(self.gamma, round(nodes)))]
 
 
 class OracleChain(AdaptiveChain):

@@ -12,7 +12,7 @@ from ..engine import Context, Limits, Proposal, Proposer, Verdict
 from ..models.base import LanguageModel
 from ..tree import Tree
 from ..warpers import Sampling, warp
-from .draft_state import DraftState, own_path
+from .draft_state import DraftState, draft_state, own_path
 
 
 class _Beam(Proposer):
@@ -43,7 +43,7 @@ class DraftBeam(_Beam):
         self.model, self.gamma, self.num_beams = model, gamma, num_beams
 
     def start(self, context: Context) -> None:
-        self._state = DraftState(self.model, context, 1 + self.num_beams * self.gamma, self.gamma)
+        self._state = draft_state(self.model, context, 1 + self.num_beams * self.gamma, self.gamma)
         self._chain = Tree.chain(self.gamma).to(self.model.device)
 
     def propose(self, context: Context) -> Proposal:
@@ -51,7 +51,7 @@ class DraftBeam(_Beam):
         return Proposal(self._chain, tokens_BN, draft_scores_BN=scores_BN)
 
     def forwards(self, nodes: float) -> list[tuple[Any, int]]:
-        return [(self.model, 1)] + [(self.model, self.num_beams)] * (self.gamma - 1)
+        return [*self.model.draft_forwards([1] + [self.num_beams] * (self.gamma - 1))]
 
 
 class TargetBeam(_Beam):

@@ -16,7 +16,7 @@ from ..models.kv_cache import to_device
 from ..rng import draw_many
 from ..tree import Tree
 from ..warpers import warp
-from .draft_state import DraftState
+from .draft_state import DraftState, draft_state
 
 
 class DraftChains(Proposer):
@@ -35,7 +35,7 @@ class DraftChains(Proposer):
 
     def start(self, context: Context) -> None:
         nodes = self._own_tree.nodes
-        self._states = [DraftState(model, context, nodes, self.gamma) for model in self.models]
+        self._states = [draft_state(model, context, nodes, self.gamma) for model in self.models]
         self._own_tree = self._own_tree.to(context.ids_BS.device)
 
     def propose(self, context: Context) -> Proposal:
@@ -90,7 +90,7 @@ class DraftChains(Proposer):
 
     def forwards(self, nodes: float) -> list[tuple[Any, int]]:
         widths = [1] + [self.num_drafts] * (self.gamma - 1)
-        return [(model, width) for model in self.models for width in widths]
+        return [each for model in self.models for each in model.draft_forwards(widths)]
 
 
 def merge_chains(tokens_BMK: Tensor) -> tuple[Tree, Tensor]:

@@ -3,7 +3,7 @@
 Drafters that use the target's hidden states (EAGLE) skip the first token, because no hidden state precedes it. Their
 token j is stored in slot j − 1. Accepted draft tokens are run again with the target's hidden states.
 
-Shape letters: B batch, M new nodes, N nodes that were run, K depth, D hidden, V vocabulary.
+Shape letters: B batch, M new nodes, N nodes that were run, K depth, D hidden, V vocabulary, R draft vocabulary.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -12,9 +12,35 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..engine import Context, Proposal, Proposer, Verdict, prefill
+from ..engine import PREFILL_TOKENS, Context, Proposal, Proposer, Verdict, prefill
 from ..models.base import LanguageModel, check_same_vocabulary
+from ..models.dflash import DFlashDrafter
 from ..tree import Tree
+
+
+def check_drafter(model: LanguageModel, context: Context, max_depth: int) -> None:
+    """Raise ValueError if the drafter does not fit the target, or has too few positions for `max_depth` tokens."""
+    check_same_vocabulary(context.target, model, "drafter")
+    if model.device != context.target.device:
+        raise ValueError(
+            f"the drafter is on {model.device}, but the target is on {context.target.device}: "
+            "move both to the same device"
+        )
+    longest = max(context.lengths) + context.limits.max_new_tokens
+    if longest - 1 + max_depth > model.max_positions:
+        raise ValueError(
+            f"the drafter has {model.max_positions} positions, but prompt, new tokens and {max_depth} draft tokens "
+            f"need {longest - 1 + max_depth}: reduce max_new_tokens"
+        )
+
+
+def check_aux(context: Context, required: tuple[int, ...]) -> None:
+    """Raise ValueError if the target does not return the hidden states that a drafter requires."""
+    if context.aux_BSG is None or context.target.aux_layers != required:
+        raise ValueError(
+            f"the drafter reads the target's layers {required}, but it returns {context.target.aux_layers}: "
+            f"wrap it with wrap_model(model, aux_layers={required})"
+        )
 
 
 class DraftState:
@@ -28,19 +54,8 @@ class DraftState:
     """
 
     def __init__(self, model: LanguageModel, context: Context, max_nodes: int, max_depth: int) -> None:
-        check_same_vocabulary(context.target, model, "drafter")
-        if model.device != context.target.device:
-            raise ValueError(
-                f"the drafter is on {model.device}, but the target is on {context.target.device}: "
-                "move both to the same device"
-            )
+        check_drafter(model, context, max_depth)
         self.model = model
-        longest = max(context.lengths) + context.limits.max_new_tokens
-        if longest - 1 + max_depth > model.max_positions:
-            raise ValueError(
-                f"the drafter has {model.max_positions} positions, but the prompt, new and {max_depth} draft tokens "
-                f"need {longest - 1 + max_depth}: reduce max_new_tokens"
-            )
         ids, self.cache = model.begin(context.prompts, context.limits.max_new_tokens + max_nodes)
         committed = [row[:length].tolist() for row, length in zip(context.host_ids_BS, context.lengths, strict=True)]
         if [list(row) for row in ids] != committed:
@@ -56,12 +71,9 @@ class DraftState:
         self._levels = 0
 
     def _prefill_aux(self, context: Context, required: tuple[int, ...]) -> None:
-        """Prefill the cache of a drafter that takes the target's hidden states as input."""
-        if context.aux_BSG is None or context.target.aux_layers != required:
-            raise ValueError(
-                f"the drafter requires the target's aux_layers to be {required}, got {context.target.aux_layers}: "
-                f"wrap the target with wrap_model(model, aux_layers={required})"
-            )
+        """Prefill the cache of a drafter that uses the target's hidden states."""
+        check_aux(context, required)
+        assert context.aux_BSG is not None
         longest, shortest = max(context.lengths), min(context.lengths)
         if shortest < 2:
             raise ValueError(
@@ -148,6 +160,75 @@ class DraftState:
         ]
 
 
+class BlockState(DraftState):
+    """Cache of a drafter that drafts a block of tokens with one forward (`DFlashDrafter`).
+
+    All nodes of a level have the same logits. The hidden states that `read_root` and `grow` return are these logits.
+    """
+
+    model: DFlashDrafter
+
+    def __init__(self, model: DFlashDrafter, context: Context, max_depth: int) -> None:
+        if max_depth > model.max_draft_tokens:
+            raise ValueError(
+                f"the drafter drafts at most {model.max_draft_tokens} tokens per step, got {max_depth}: "
+                "reduce gamma, or the depth of the tree"
+            )
+        check_drafter(model, context, max_depth)
+        check_aux(context, model.required_aux_layers)
+        self.model, self._depth = model, max_depth
+        longest = max(context.lengths) + context.limits.max_new_tokens + max_depth
+        self.cache = model.new_cache(len(context.lengths), longest + 1)
+        assert context.aux_BSG is not None
+        for start in range(0, max(context.lengths) - 1, PREFILL_TOKENS):
+            self.cache.set_lengths([start] * len(context.lengths))
+            stop = min(start + PREFILL_TOKENS, max(context.lengths) - 1)
+            model.add_context(self.cache, context.aux_BSG[:, start:stop])
+        self._read = [length - 1 for length in context.lengths]
+
+    def read_root(self, context: Context) -> Tensor:
+        """Add the tokens committed since the last proposal, and draft a block. Return the first logits [B, R]."""
+        ends = [length - 1 for length in context.lengths]
+        if pending := max(end - read for end, read in zip(ends, self._read, strict=True)):
+            # Rows with fewer new tokens add some again. What short rows add after their end is overwritten.
+            self.cache.set_lengths([max(0, end - pending) for end in ends])
+            slots_BM1 = (self.cache.lengths_B[:, None] + torch.arange(pending, device=self.model.device))[..., None]
+            assert context.aux_BSG is not None
+            self.model.add_context(
+                self.cache, context.aux_BSG.gather(1, slots_BM1.expand(-1, -1, context.aux_BSG.shape[2]))
+            )
+        self.cache.set_lengths(ends)
+        self._read, self._levels = ends, 0
+        self._logits_BKR = self.model.draft_block(self.cache, context.root_B1, self._depth)
+        return self._logits_BKR[:, 0]
+
+    def grow(self, tokens_BM: Tensor, tree: Tree, start: int) -> Tensor:
+        """Return the logits [B, M, R] after nodes start to start + M - 1, which depend on their depths only."""
+        depth_BM = tree.depth_BN[:, start : start + tokens_BM.shape[1]].clamp(max=self._depth - 1)
+        rows_B1 = torch.arange(len(tokens_BM), device=tokens_BM.device)[:, None]
+        return self._logits_BKR[rows_B1, depth_BM]
+
+    def run_captured(
+        self, tree: Tree, key: Hashable, run: Callable[..., tuple[Tensor, ...]], hidden_BD: Tensor, *inputs: Tensor
+    ) -> tuple[Tensor, ...]:
+        return run(hidden_BD, *inputs)
+
+    def keep(self, context: Context, accepted: Sequence[int] | None = None, own_path_BK: Tensor | None = None) -> None:
+        """Do nothing: no draft token stays in the cache."""
+
+
+def draft_state(
+    model: LanguageModel, context: Context, max_nodes: int, max_depth: int, own_depth: int | None = None
+) -> DraftState:
+    """Return the state of a drafter for trees of `max_nodes` nodes and `max_depth` levels.
+
+    `own_depth` is the number of levels that the drafter drafts, if other nodes precede them.
+    """
+    if isinstance(model, DFlashDrafter):
+        return BlockState(model, context, own_depth or max_depth)
+    return DraftState(model, context, max_nodes, max_depth)
+
+
 class DrafterProposer(Proposer):
     """Base class of proposers that draft at most `gamma` levels with one draft model."""
 
@@ -155,7 +236,7 @@ class DrafterProposer(Proposer):
     _draft: DraftState
 
     def start(self, context: Context) -> None:
-        self._draft = DraftState(self.model, context, *self.capacity(context.limits))
+        self._draft = draft_state(self.model, context, *self.capacity(context.limits))
 
     def commit(self, context: Context, proposal: Proposal, verdict: Verdict) -> None:
         self._draft.keep(context)

@@ -145,7 +145,7 @@ class DraftTree(DrafterProposer):
         widths = [1]
         for width in self.branching[:-1]:
             widths.append(widths[-1] * width)
-        return [(self.model, width) for width in widths]
+        return [*self.model.draft_forwards(widths)]
 
 
 class ParallelChain(DrafterProposer):

@@ -20,7 +20,7 @@ from ..models.base import LanguageModel
 from ..models.kv_cache import to_device
 from ..tree import Tree
 from ..warpers import Sampling, warp
-from .draft_state import DrafterProposer
+from .draft_state import DrafterProposer, draft_state
 from .suffix import SuffixTree
 
 _UNWARPED = Sampling(temperature=1.0)
@@ -86,7 +86,7 @@ class DynamicTree(DrafterProposer):
             raise ValueError(
                 f"width must be at most the drafter's vocabulary size, {self.model.draft_vocab_size}, got {self.width}"
             )
-        super().start(context)
+        self._draft = draft_state(self.model, context, *self.capacity(context.limits), self.max_depth)
         if self.suffix is not None:
             self.suffix.start(context)
         zeros_BT = torch.zeros(len(context.lengths), 1, dtype=torch.int64, device=self.model.device)
@@ -232,4 +232,4 @@ class DynamicTree(DrafterProposer):
 
     def forwards(self, nodes: float) -> list[tuple[Any, int]]:
         """Return the forward passes of the last proposal, because `nodes` does not determine their number."""
-        return [(self.model, count) for count in self._ran]
+        return [*self.model.draft_forwards(self._ran)] if self._ran else []

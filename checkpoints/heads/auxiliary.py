@@ -1,0 +1,152 @@
+"""Base class of heads that read auxiliary hidden states of a target: EAGLE-3 and DFlash.
+
+Their embeddings and output projection are the target's, and are frozen.
+
+Shape letters: X any, D hidden size, V vocabulary, R draft vocabulary.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..storage.draft_vocabulary import TOKENS, check_tokens
+
+HEAD = "lm_head.weight"
+
+
+class Mlp(nn.Module):
+    """SwiGLU network of Llama and Qwen3 layers."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x_XD: Tensor) -> Tensor:
+        output_XD: Tensor = self.down_proj(F.silu(self.gate_proj(x_XD)) * self.up_proj(x_XD))
+        return output_XD
+
+
+class Norm(nn.RMSNorm):
+    """RMSNorm computed in the dtype of its input, which autocast may have narrowed."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.weight is not None
+        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+
+
+class AuxiliaryHeads(nn.Module):
+    """Heads that share the target's embeddings and output projection, which `attach` sets.
+
+    Args:
+        config: Configuration of the heads' decoder layers, with the target's sizes.
+        layers: Indices (from 0) of the target layers whose inputs are the auxiliary hidden states.
+        proposed: Token ids of the draft vocabulary, int64 [R], ascending; None for all tokens.
+        num_heads: Number of draft tokens that are predicted from each position in training.
+    """
+
+    projection_kind = "target"
+    output = bias_V = None
+    """Transformation and bias of the logits. These heads have none, as in serving engines."""
+    own_head: Tensor | None = None
+    """Output projection [R, D] stored with the heads, which may differ from the target's; None if there is none."""
+
+    def __init__(self, config: Any, layers: Sequence[int], proposed: Tensor | None, num_heads: int) -> None:
+        super().__init__()
+        self.config, self.layers, self.num_heads = config, tuple(layers), num_heads
+        self.vocab_size, self.hidden_size = config.vocab_size, config.hidden_size
+        if proposed is not None and not proposed.is_meta:
+            check_tokens(proposed, self.vocab_size)
+        self.register_buffer(TOKENS, None if proposed is None else proposed.long(), persistent=False)
+        self._attached: tuple[Tensor, Tensor] | None = None  # tuples are not registered as parameters
+
+    @property
+    def states(self) -> str:
+        """Identifier of the hidden states that training requires, such as `layers-2-8-13`."""
+        return "-".join(["layers", *map(str, self.layers)])
+
+    @property
+    def states_size(self) -> int:
+        """Size per position of the hidden states that training requires, including the last hidden state."""
+        return (len(self.layers) + 1) * self.hidden_size
+
+    @property
+    def proposed(self) -> Tensor | None:
+        """Token ids of the draft vocabulary, int64 [R], ascending; None for all tokens."""
+        return getattr(self, TOKENS)
+
+    @property
+    def embedding(self) -> Tensor:
+        """Token embeddings of the target, [V, D]."""
+        assert self._attached is not None, "call heads.attach with the target's weights first"
+        return self._attached[0]
+
+    def projection(self, step: int = 0) -> Tensor:
+        """Return the output projection [R, D] for the draft vocabulary. It is the same for every drafting step."""
+        assert self._attached is not None, "call heads.attach with the target's weights first"
+        return self._attached[1]
+
+    def attach(self, embedding_VD: Tensor, lm_head_VD: Tensor) -> Self:
+        """Attach the target's embeddings and, if `own_head` is None, its output projection. They are not parameters."""
+        expected = [self.vocab_size, self.hidden_size]
+        for name, weight in (("embeddings", embedding_VD), ("output projection", lm_head_VD)):
+            if list(weight.shape) != expected:
+                raise ValueError(f"the target's {name} must be {expected}, got {list(weight.shape)}")
+        ids_R, rows_RD = self.proposed, self.own_head
+        if rows_RD is None:
+            rows_RD = lm_head_VD.detach() if ids_R is None else lm_head_VD.detach()[ids_R.to(lm_head_VD.device)]
+        rows_RD = rows_RD.to(lm_head_VD.device)
+        self._attached = (embedding_VD.detach(), rows_RD)
+        return self
+
+    def stored_tensors(self) -> dict[str, Tensor]:
+        """Return the tensors to store, on the CPU: draft tokens as offsets (`d2t`), with the rows of their logits."""
+        tensors = dict(self.state_dict())
+        if self.proposed is not None or self.own_head is not None:
+            rows_RD = self.projection() if self.own_head is None else self.own_head
+            tensors[HEAD] = rows_RD.to(next(iter(tensors.values())).dtype)
+        if (ids_R := self.proposed) is not None:
+            tensors[TOKENS] = ids_R - torch.arange(len(ids_R), device=ids_R.device)
+            known_V = torch.zeros(self.vocab_size, dtype=torch.bool)
+            known_V[ids_R.cpu()] = True
+            tensors["t2d"] = known_V
+        return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+
+
+Heads = TypeVar("Heads", bound=AuxiliaryHeads)
+
+
+def check_layers(layers: Sequence[int], count: int) -> None:
+    """Raise ValueError unless the layers are distinct, ascending and among the `count` layers of the target."""
+    if not layers or not all(0 <= layer < count for layer in layers) or [*layers] != sorted(set(layers)):
+        raise ValueError(f"layers must be distinct, ascending and in 0 to {count - 1}, got {[*layers]}")
+
+
+def draft_tokens_in(stored: Mapping[str, Tensor]) -> Tensor | None:
+    """Convert the stored offsets `d2t` to the token ids of the draft vocabulary; None if there are no offsets."""
+    offsets_R = stored.get(TOKENS)
+    return None if offsets_R is None else offsets_R.long() + torch.arange(len(offsets_R))
+
+
+def fill_heads(heads: Heads, stored: Mapping[str, Tensor], directory: Path) -> Heads:
+    """Load stored tensors into heads, and convert the heads to their dtype. Raises ValueError if they do not fit."""
+    weights = {name: tensor for name, tensor in stored.items() if name not in (TOKENS, "t2d", HEAD)}
+    heads = heads.to(next(iter(weights.values())).dtype)
+    try:
+        heads.load_state_dict(weights)
+    except RuntimeError as error:
+        raise ValueError(f"{directory}: {error}") from error
+    if (rows_RD := stored.get(HEAD)) is not None:
+        expected = [heads.vocab_size if heads.proposed is None else len(heads.proposed), heads.hidden_size]
+        if list(rows_RD.shape) != expected:
+            raise ValueError(f"{directory}: {HEAD} is {list(rows_RD.shape)}, expected {expected}")
+        heads.own_head = rows_RD
+    own = {HEAD: heads.own_head} if heads.own_head is not None else {}
+    if wrong := [name for name, each in (*heads.named_parameters(), *own.items()) if not bool(each.isfinite().all())]:
+        raise ValueError(f"{directory}: {wrong[0]} contains NaN or infinite values")
+    return heads

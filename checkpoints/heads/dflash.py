@@ -1,0 +1,246 @@
+"""DFlash drafter: a few decoder layers that predict a block of tokens with one forward pass.
+
+Source: DFlash (z-lab); tensor names, config and the order of norms follow serving engines. The block contains the
+newest token (the anchor) and mask tokens. Its queries attend to the whole block and to keys and values of all earlier
+tokens, which are projections of c = hidden_norm(fc(auxiliary hidden states)). c is the same for all layers, so the keys
+and values of a token never change. Slot j of the block predicts the token at its own position, j tokens after the
+anchor. The embeddings and the output projection are the target's, and are frozen.
+
+Shape letters: B batch, T tokens, N blocks of a row, S slots of a block, Q = N · S queries, X blocks of the batch,
+D hidden size, G concatenated auxiliary hidden states, H query heads, J key heads, E head size, V vocabulary,
+R draft vocabulary.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import Qwen3Config
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding, apply_rotary_pos_emb
+
+from ..storage.names import CONFIG_FILE, WHOLE_FILES
+from ..storage.safe_read import read_json
+from .auxiliary import HEAD, AuxiliaryHeads, Mlp, Norm, check_layers, draft_tokens_in, fill_heads
+from .layouts import DFLASH
+
+SETTINGS, LAYER_IDS, MASK, BLOCK = "dflash_config", "target_layer_ids", "mask_token_id", "block_size"
+"""Config keys: section of DFlash settings, ids of target layers, id of the mask token, and tokens of a block."""
+
+
+class _Attention(nn.Module):
+    def __init__(self, config: Qwen3Config) -> None:
+        super().__init__()
+        hidden, width = config.hidden_size, config.head_dim
+        self.q_proj = nn.Linear(hidden, config.num_attention_heads * width, bias=False)
+        self.k_proj = nn.Linear(hidden, config.num_key_value_heads * width, bias=False)
+        self.v_proj = nn.Linear(hidden, config.num_key_value_heads * width, bias=False)
+        self.o_proj = nn.Linear(config.num_attention_heads * width, hidden, bias=False)
+        self.q_norm, self.k_norm = Norm(width, config.rms_norm_eps), Norm(width, config.rms_norm_eps)
+        self.scaling = width**-0.5
+
+
+class _Layer(nn.Module):
+    def __init__(self, config: Qwen3Config) -> None:
+        super().__init__()
+        self.self_attn, self.mlp = _Attention(config), Mlp(config)
+        self.input_layernorm = Norm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = Norm(config.hidden_size, config.rms_norm_eps)
+
+
+class DFlashHeads(AuxiliaryHeads):
+    """Block drafter that shares the target's embeddings and output projection, which `attach` sets.
+
+    Args:
+        config: Qwen3 configuration of the drafter's layers, with the target's hidden size and vocabulary.
+        layers: Indices (from 0) of the target layers whose inputs are the auxiliary hidden states.
+        mask: Id of the mask token.
+        block_size: Tokens of a block, including the anchor.
+        proposed: Token ids of the draft vocabulary, int64 [R], ascending; None for all tokens.
+    """
+
+    def __init__(
+        self, config: Qwen3Config, layers: Sequence[int], mask: int, block_size: int, proposed: Tensor | None = None
+    ) -> None:
+        if block_size < 2:
+            raise ValueError(f"{BLOCK} must be at least 2, got {block_size}")
+        if not 0 <= mask < config.vocab_size:
+            raise ValueError(f"{MASK} must be in 0 to {config.vocab_size - 1}, got {mask}")
+        super().__init__(config, layers, proposed, block_size - 1)
+        self.mask, self.block_size = mask, block_size
+        hidden = config.hidden_size
+        self.fc = nn.Linear(len(self.layers) * hidden, hidden, bias=False)
+        self.hidden_norm, self.norm = Norm(hidden, config.rms_norm_eps), Norm(hidden, config.rms_norm_eps)
+        self.layer_stack = nn.ModuleList(_Layer(config) for _ in range(config.num_hidden_layers))
+        self.rotary_emb = Qwen3RotaryEmbedding(config)
+
+    @classmethod
+    def for_target(
+        cls,
+        config: Any,
+        mask: int,
+        block_size: int,
+        num_layers: int = 1,
+        layers: Sequence[int] | None = None,
+        proposed: Tensor | None = None,
+    ) -> Self:
+        """Create a float32 drafter with `num_layers` layers for a target's configuration.
+
+        Raises ValueError if the target does not have the given layers (default: `default_layers`).
+        """
+        count = config.num_hidden_layers
+        layers = default_layers(count) if layers is None else layers
+        check_layers(layers, count)
+        names = ("hidden_size", "num_attention_heads", "vocab_size", "max_position_embeddings")
+        sizes = {name: getattr(config, name) for name in names}
+        heads, rope = config.num_attention_heads, getattr(config, "rope_parameters", None) or {}
+        own = Qwen3Config(
+            **sizes,
+            intermediate_size=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
+            num_key_value_heads=getattr(config, "num_key_value_heads", None) or heads,
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+            rms_norm_eps=getattr(config, "rms_norm_eps", None) or 1e-6,
+            num_hidden_layers=num_layers,
+            tie_word_embeddings=False,
+            rope_parameters={"rope_type": "default", "rope_theta": rope.get("rope_theta") or 10000.0},
+            layer_types=["full_attention"] * num_layers,
+        )
+        return cls(own, layers, mask, block_size, proposed)
+
+    def context(self, aux_BTG: Tensor) -> Tensor:
+        """Return the context features c [B, T, D] of known tokens, from the target's auxiliary hidden states."""
+        context_BTD: Tensor = self.hidden_norm(self.fc(aux_BTG))
+        return context_BTD
+
+    def features(
+        self, aux_BTG: Tensor, tokens_BT: Tensor, positions_BT: Tensor, documents_BT: Tensor, rows_X: Tensor
+    ) -> Tensor:
+        """Compute inputs of `projection`, [X, S - 1, D], for blocks in packed rows.
+
+        Args:
+            aux_BTG: Auxiliary hidden states of the target.
+            tokens_BT: Token ids.
+            positions_BT: Positions, which restart in each document.
+            documents_BT: Document of each token.
+            rows_X: Ascending flattened positions of the last context token of each block. The anchor follows it.
+        """
+        length, device = tokens_BT.shape[1], tokens_BT.device
+        row_X, last_X = rows_X // length, rows_X % length
+        counts_B = torch.bincount(row_X, minlength=len(tokens_BT))
+        number_X = torch.arange(len(rows_X), device=device) - (counts_B.cumsum(0) - counts_B)[row_X]
+        last_BN = torch.zeros(len(tokens_BT), int(counts_B.max()), dtype=torch.int64, device=device)
+        last_BN[row_X, number_X] = last_X
+        context_BTD = self.context(aux_BTG)
+        anchor_BN = (last_BN + 1).clamp(max=length - 1)
+        blocks_BNS = torch.full((*last_BN.shape, self.block_size), self.mask, device=device)
+        blocks_BNS[..., 0] = tokens_BT.gather(1, anchor_BN)
+        offset_S = torch.arange(self.block_size, device=device)
+        places_BQ = (positions_BT.gather(1, anchor_BN)[..., None] + offset_S).flatten(1)
+        hidden_BQD = F.embedding(blocks_BNS.flatten(1), self.embedding).to(context_BTD.dtype)
+        visible_BNT = documents_BT.gather(1, last_BN)[..., None] == documents_BT[:, None]
+        visible_BNT = visible_BNT & (torch.arange(length, device=device) <= last_BN[..., None])
+        block_N = torch.arange(last_BN.shape[1], device=device)
+        own_NN = (block_N[:, None] == block_N).expand(len(tokens_BT), -1, -1)
+        mask_BQ = torch.cat((visible_BNT, own_NN.repeat_interleave(self.block_size, 2)), 2)
+        mask_B1QX = mask_BQ.repeat_interleave(self.block_size, 1)[:, None]
+        hidden_BQD = self.through_layers(hidden_BQD, context_BTD, places_BQ, positions_BT, mask_B1QX)
+        features_BNSD = hidden_BQD.unflatten(1, blocks_BNS.shape[1:])
+        return features_BNSD[row_X, number_X, 1:]
+
+    def through_layers(
+        self, hidden_BQD: Tensor, context_BTD: Tensor, places_BQ: Tensor, positions_BT: Tensor, mask_B1QX: Tensor | None
+    ) -> Tensor:
+        """Run the layers and the final norm on block tokens at positions `places_BQ`, given context features.
+
+        `mask_B1QX` allows each query keys of the T context tokens, then of the Q block tokens. None allows all.
+        """
+        turn_context, turn_block = self.rotary_emb(context_BTD, positions_BT), self.rotary_emb(hidden_BQD, places_BQ)
+        layer: Any
+        for layer in self.layer_stack:
+            attention, read_BQD = layer.self_attn, layer.input_layernorm(hidden_BQD)
+            query_BHQE = attention.q_norm(self._split(attention.q_proj(read_BQD)))
+            keys, values = list[Tensor](), list[Tensor]()
+            for states, turn in ((context_BTD, turn_context), (read_BQD, turn_block)):
+                key = attention.k_norm(self._split(attention.k_proj(states)))
+                keys.append(apply_rotary_pos_emb(key, key, *turn)[1])
+                values.append(self._split(attention.v_proj(states)))
+            query_BHQE = apply_rotary_pos_emb(query_BHQE, query_BHQE, *turn_block)[0]
+            attended_BHQE = F.scaled_dot_product_attention(
+                query_BHQE,
+                torch.cat(keys, 2),
+                torch.cat(values, 2),
+                attn_mask=mask_B1QX,
+                enable_gqa=query_BHQE.shape[1] != keys[0].shape[1],
+            )
+            hidden_BQD = hidden_BQD + attention.o_proj(attended_BHQE.transpose(1, 2).flatten(2))
+            hidden_BQD = hidden_BQD + layer.mlp(layer.post_attention_layernorm(hidden_BQD))
+        normed_BQD: Tensor = self.norm(hidden_BQD)
+        return normed_BQD
+
+    def _split(self, states_BTO: Tensor) -> Tensor:
+        return states_BTO.unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2)
+
+
+def default_layers(count: int) -> list[int]:
+    """Return up to five layers of a target with `count` layers whose inputs are read, evenly spaced.
+
+    DFlash's published drafters for Qwen3-8B read the outputs of layers 1, 9, 17, 25 and 33, the inputs of the next.
+    """
+    last = max(count - 2, 1)
+    reads = min(5, max(1, last - 1))
+    return sorted({min(round(2 + index * (last - 2) / max(reads - 1, 1)), count - 1) for index in range(reads)})
+
+
+def save_dflash(heads: DFlashHeads, directory: Path) -> None:
+    """Write `model.safetensors` and `config.json` in the format of serving engines."""
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    stored = {name.replace("layer_stack.", "layers."): tensor for name, tensor in heads.stored_tensors().items()}
+    save_file(stored, directory / WHOLE_FILES[0], metadata={"format": "pt"})
+    config = heads.config.to_diff_dict() | {
+        "architectures": [DFLASH],
+        "dtype": str(stored["fc.weight"].dtype).removeprefix("torch."),
+        "draft_vocab_size": len(stored[HEAD]) if HEAD in stored else None,
+        BLOCK: heads.block_size,
+        # ids count the outputs of layers
+        SETTINGS: {BLOCK: heads.block_size, MASK: heads.mask, LAYER_IDS: [layer - 1 for layer in heads.layers]},
+    }
+    (directory / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def load_dflash(directory: Path, dtype: torch.dtype | None = None) -> DFlashHeads:
+    """Load a drafter that `save_dflash` wrote, in evaluation mode. The target's weights are not attached.
+
+    Raises ValueError if the config is invalid, or a tensor is missing, has the wrong shape or non-finite values.
+    """
+    directory = Path(directory)
+    stored, config = load_file(directory / WHOLE_FILES[0]), Qwen3Config.from_pretrained(directory)
+    layers, mask, block_size = dflash_settings(directory)
+    heads = DFlashHeads(config, layers, mask, block_size, draft_tokens_in(stored))
+    stored = {name.replace("layers.", "layer_stack.", 1): tensor for name, tensor in stored.items()}
+    return fill_heads(heads, stored, directory).to(dtype=dtype).eval()
+
+
+def dflash_settings(directory: Path) -> tuple[list[int], int, int]:
+    """Return the layers whose inputs a drafter reads, its mask token and its block size.
+
+    Raises ValueError if the config lacks one of them or has an invalid value.
+    """
+    path = Path(directory) / CONFIG_FILE
+    config = read_json(path)
+    section = config.get(SETTINGS)
+    section = section if isinstance(section, dict) else {}
+    named, mask = section.get(LAYER_IDS), section.get(MASK)
+    if not isinstance(named, list) or not named or not all(type(layer) is int and layer >= 0 for layer in named):
+        raise ValueError(f"{path}: {SETTINGS}.{LAYER_IDS} must be a list of layers of the target, got {named!r}")
+    size = section.get(BLOCK, config.get(BLOCK))
+    for name, value in ((f"{SETTINGS}.{MASK}", mask), (BLOCK, size)):
+        if type(value) is not int:
+            raise ValueError(f"{path}: {name} must be an integer, got {value!r}")
+    assert isinstance(mask, int)
+    assert isinstance(size, int)
+    return [layer + 1 for layer in named], mask, size

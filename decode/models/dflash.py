@@ -1,0 +1,78 @@
+"""DFlash drafter: a model that drafts a block of tokens with one forward, given hidden states of the target.
+
+Shape letters: B batch, M tokens, X = B · M, S slots of a block, K = S - 1 draft tokens, D hidden, G auxiliary hidden
+states of the target, R draft vocabulary.
+"""
+
+import torch
+from torch import Tensor
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
+
+from ...checkpoints.heads.dflash import DFlashHeads
+from .base import LanguageModel
+from .kv_cache import KVCache
+from .lean import LeanDecoder
+from .products.product import is_int8, rounded
+
+
+class DFlashDrafter(LeanDecoder):
+    """Drafter that runs `DFlashHeads` with attached target weights (see `AuxiliaryHeads.attach`).
+
+    Its cache holds keys and values of committed tokens, which are projections of the target's hidden states. The hidden
+    states that `logits` takes are logits already, since one product computes those of a whole block.
+
+    The weights are prepared once, so create a new drafter after changing them.
+    """
+
+    required_aux_layers: tuple[int, ...]
+    max_draft_tokens: int
+
+    def __init__(self, heads: DFlashHeads) -> None:
+        self.required_aux_layers, self.max_draft_tokens = heads.layers, heads.block_size - 1
+        self.vocab_size, self._kept_R, self._mask_token = heads.vocab_size, heads.proposed, heads.mask
+        weight_DG = heads.fc.weight.detach()
+        head_RD, int8 = heads.projection().to(weight_DG.dtype), is_int8(heads)
+        if int8:
+            head_RD = rounded(head_RD)
+        # frequencies in 16 bits would be too inexact for distant positions
+        heads.rotary_emb = Qwen3RotaryEmbedding(heads.config).to(weight_DG.device)
+        self._hold(heads.config, heads.embedding.to(weight_DG.dtype), head_RD, heads, heads.layer_stack, int8)
+        self._fuse_aux = self._product(weight_DG)
+        norm_D = heads.hidden_norm.weight.detach()
+        self._context_norm_D = self._scaled(norm_D) if self._complex else norm_D.to(self.dtype)
+
+    def add_context(self, cache: KVCache, aux_BMG: Tensor) -> None:
+        """Write the keys and values of M tokens per row to the cache, after its committed tokens.
+
+        `aux_BMG` holds the target's hidden states at these tokens. The lengths of the cache do not change.
+        """
+        batch, count = aux_BMG.shape[:2]
+        cache.check_capacity(count)
+        states_XD = self._fuse_aux(aux_BMG.reshape(batch * count, -1).to(self.dtype))
+        states_XD = self._norm(states_XD, self._context_norm_D)
+        offset_M = torch.arange(count, device=self.device)[None]
+        positions_BM = offset_M + (cache.lengths[0] if cache.uniform else cache.lengths_B[:, None])
+        turned = self._rotation.at(positions_BM, max(cache.lengths) + count, {by for _, by in self._sides})
+        heads = self.heads + self.kv_heads
+        for index, (layer, side) in enumerate(zip(self._layers, self._side_of, strict=True)):
+            qkv_BMHE = self._norm_heads(layer.qkv(states_XD), layer).view(batch, count, -1, self.key_width)
+            qk_BMHE = self._rotation.turn(qkv_BMHE[:, :, :heads], turned[self._sides[side][1]])
+            key_BHME, value_BHME = qk_BMHE[:, :, self.heads :].transpose(1, 2), qkv_BMHE[:, :, heads:].transpose(1, 2)
+            cache.write(index, key_BHME, value_BHME, 0)
+
+    def draft_block(self, cache: KVCache, root_B1: Tensor, count: int) -> Tensor:
+        """Return the logits [B, count, R] of the `count` tokens after the root, which follows the cached tokens."""
+        masks_BK = torch.full_like(root_B1, self._mask_token).expand(-1, count)
+        hidden_BSD = self.extend(cache, torch.cat((root_B1, masks_BK), 1))
+        return super().draft_logits(hidden_BSD[:, 1:])[0]
+
+    def draft_logits(self, logits_XR: Tensor) -> tuple[Tensor, Tensor | None]:
+        return logits_XR, self._kept_R
+
+    def draft_forwards(self, widths: list[int]) -> list[tuple[LanguageModel, int]]:
+        return [(self, 1 + len(widths))]
+
+    def _mask(self, cache: KVCache, bias_BMn: Tensor | None, start: int, stop: int, end: int) -> Tensor | None:
+        """Return a mask that allows each token of the block all committed tokens and the whole block."""
+        all_1Mn = torch.zeros(1, stop - start, stop, device=self.device)
+        return LanguageModel._mask(self, cache, all_1Mn, start, stop, end)
