@@ -66,6 +66,11 @@ def _drafter(parts: Parts) -> LanguageModel:
     return parts.drafter
 
 
+def _longest(parts: Parts, gamma: int) -> int:
+    """Return the maximum number of draft tokens: `gamma`, or the tokens of a block if those are fewer (DFlash)."""
+    return min(gamma, _drafter(parts).max_draft_tokens or gamma)
+
+
 def _heads(parts: Parts) -> HeadModule:
     assert parts.heads is not None
     return parts.heads
@@ -121,9 +126,10 @@ class Adaptive(_WithDrafter):
     verification: Annotated[Chain, _VERIFICATION] = "token"
 
     def build(self, parts: Parts, sampling: Sampling) -> Method:
-        proposer = AdaptiveChain(_drafter(parts), self.gamma, self.confidence_threshold)
+        gamma = _longest(parts, self.gamma)
+        proposer = AdaptiveChain(_drafter(parts), gamma, self.confidence_threshold)
         if self.policy == "oracle":
-            proposer = OracleChain(_drafter(parts), self.gamma, self.draft_cost, self.token_cost)
+            proposer = OracleChain(_drafter(parts), gamma, self.draft_cost, self.token_cost)
         return _exact(proposer, sampling, _chain_verifier(self.verification))
 
 
@@ -376,7 +382,7 @@ class BigLittleDecoder(_WithDrafter):
     rollback_threshold: Annotated[float, "maximum negative log-probability of an accepted token under the target"] = 2.0
 
     def build(self, parts: Parts, sampling: Sampling) -> Method:
-        proposer = AdaptiveChain(_drafter(parts), self.gamma, self.fallback_threshold)
+        proposer = AdaptiveChain(_drafter(parts), _longest(parts, self.gamma), self.fallback_threshold)
         return Method(proposer, Rollback(self.rollback_threshold, sampling.greedy))
 
 
@@ -416,6 +422,8 @@ class Beam(_WithDrafter):
             return Method(TargetBeam(0, self.num_beams), AcceptAll())
         if not sampling.greedy:
             raise ValueError(f"`draft_beams` requires temperature 0, got {sampling.temperature:g}")
+        if _drafter(parts).max_draft_tokens is not None:
+            raise ValueError("`draft_beams` requires a drafter that drafts token by token, not blocks (DFlash)")
         beam = SpeculativeBeam(_drafter(parts), self.num_beams, self.draft_beams, self.draft_gamma)
         return Method(beam, AcceptAll())
 

@@ -27,6 +27,7 @@ from ..storage.names import CONFIG_FILE, WHOLE_FILES
 from ..storage.safe_read import read_json
 from .auxiliary import HEAD, AuxiliaryHeads, Mlp, Norm, check_layers, draft_tokens_in, fill_heads
 from .layouts import DFLASH
+from .logits import LogitShape
 
 SETTINGS, LAYER_IDS, MASK, BLOCK = "dflash_config", "target_layer_ids", "mask_token_id", "block_size"
 """Config keys: section of DFlash settings, ids of target layers, id of the mask token, and tokens of a block."""
@@ -111,6 +112,21 @@ class DFlashHeads(AuxiliaryHeads):
         )
         return cls(own, layers, mask, block_size, proposed)
 
+    @torch.no_grad()
+    def begin_as(self, target: Any) -> Self:
+        """Initialise the weights from the target's last layers and final norm, as far as the sizes are the same."""
+        decoder = target.get_decoder()
+        sources = getattr(decoder, "layers", [])[-len(self.layer_stack) :]
+        for layer, source in zip(self.layer_stack, sources, strict=False):
+            own, given = layer.state_dict(), source.state_dict()
+            layer.load_state_dict(own | {name: each for name, each in given.items() if _fits(own.get(name), each)})
+        self.fc.weight.zero_()
+        self.fc.weight[:, -self.hidden_size :].copy_(torch.eye(self.hidden_size))
+        weight: Any = getattr(getattr(decoder, "norm", None), "weight", None)
+        if _fits(self.norm.weight, weight):
+            self.norm.weight.data.copy_(weight * LogitShape.of(target.config.get_text_config(decoder=True)).scale)
+        return self
+
     def context(self, aux_BTG: Tensor) -> Tensor:
         """Return the context features c [B, T, D] of known tokens, from the target's auxiliary hidden states."""
         context_BTD: Tensor = self.hidden_norm(self.fc(aux_BTG))
@@ -183,6 +199,10 @@ class DFlashHeads(AuxiliaryHeads):
 
     def _split(self, states_BTO: Tensor) -> Tensor:
         return states_BTO.unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2)
+
+
+def _fits(own: Tensor | None, given: Tensor | None) -> bool:
+    return own is not None and given is not None and own.shape == given.shape
 
 
 def default_layers(count: int) -> list[int]:

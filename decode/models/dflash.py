@@ -4,6 +4,8 @@ Shape letters: B batch, M tokens, X = B · M, S slots of a block, K = S - 1 draf
 states of the target, R draft vocabulary.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
@@ -18,8 +20,8 @@ from .products.product import is_int8, rounded
 class DFlashDrafter(LeanDecoder):
     """Drafter that runs `DFlashHeads` with attached target weights (see `AuxiliaryHeads.attach`).
 
-    Its cache holds keys and values of committed tokens, which are projections of the target's hidden states. The hidden
-    states that `logits` takes are logits already, since one product computes those of a whole block.
+    Its cache holds keys and values of committed tokens, which are projections of the target's hidden states. `extend`
+    returns logits in the place of hidden states, since one product computes those of a whole block.
 
     The weights are prepared once, so create a new drafter after changing them.
     """
@@ -63,8 +65,10 @@ class DFlashDrafter(LeanDecoder):
     def draft_block(self, cache: KVCache, root_B1: Tensor, count: int) -> Tensor:
         """Return the logits [B, count, R] of the `count` tokens after the root, which follows the cached tokens."""
         masks_BK = torch.full_like(root_B1, self._mask_token).expand(-1, count)
-        hidden_BSD = self.extend(cache, torch.cat((root_B1, masks_BK), 1))
-        return super().draft_logits(hidden_BSD[:, 1:])[0]
+        return self.extend(cache, torch.cat((root_B1, masks_BK), 1))[:, 1:]
+
+    def _forward(self, *inputs: Any) -> Tensor:
+        return super().draft_logits(super()._forward(*inputs))[0]
 
     def draft_logits(self, logits_XR: Tensor) -> tuple[Tensor, Tensor | None]:
         return logits_XR, self._kept_R

@@ -17,6 +17,7 @@ from ...decode.evaluation.measure import decode_prompt
 from ...decode.evaluation.metrics import total
 from ...decode.methods import Parts, build_method
 from ...decode.models.base import LanguageModel
+from ...decode.models.dflash import DFlashDrafter
 from ...decode.models.eagle import EagleDrafter
 from ...decode.models.final_norm import parse_layers
 from ...decode.models.loading import wrap_model
@@ -55,8 +56,8 @@ def drafter_measure(
 
 
 def check_measure(recipe: HeadsRecipe) -> None:
-    """Raise ValueError if the `measure` section of a recipe is incompatible with its heads or its table is invalid."""
-    if not recipe.measure.prompts or recipe.architecture == "eagle3":
+    """Raise ValueError if the `measure` section of a recipe does not fit its heads, before data is prepared."""
+    if not recipe.measure.prompts or recipe.architecture != "medusa":
         return
     depth = parse_tree(_tree(recipe))[0].max_depth
     if depth > recipe.num_heads:
@@ -75,16 +76,18 @@ def heads_measure(recipe: HeadsRecipe, target: PreTrainedModel, tokenizer: Any, 
     """Return a function that measures the acceptance of prediction heads by decoding held-out prompts.
 
     Medusa heads are measured in Medusa decoding and, if `measure.sequences` is set, in SLiM decoding
-    (`slim_tokens_per_step`). EAGLE-3 heads are measured in speculative decoding.
+    (`slim_tokens_per_step`). EAGLE-3 heads and DFlash drafters are measured in speculative
+    decoding.
     """
     section = recipe.measure
     # The optimised forward pass copies weights, but training with `base` changes the weights of the target.
     fast = recipe.base is None and decodes_fast(target)
     table = None if section.table is None else BigramTable.load(Path(section.table))
     rows: list[_Row] = [("", "medusa", {"tree": _tree(recipe)})]
-    if recipe.architecture == "eagle3":
+    if recipe.architecture != "medusa":
         scorer = wrap_model(target, fast=fast, aux_layers=parse_layers(states_read(recipe)))
-        rows = [("", "speculative", {"gamma": section.gamma})]
+        gamma = min(section.gamma, recipe.num_heads) if recipe.architecture == "dflash" else section.gamma
+        rows = [("", "speculative", {"gamma": gamma})]
     else:
         scorer = wrap_model(target, fast=fast, states=recipe.states)
         if section.sequences:
@@ -95,6 +98,8 @@ def heads_measure(recipe: HeadsRecipe, target: PreTrainedModel, tokenizer: Any, 
     def parts_of(heads: Any) -> Parts:
         if recipe.architecture == "eagle3":
             return Parts(drafter=EagleDrafter(heads))
+        if recipe.architecture == "dflash":
+            return Parts(drafter=DFlashDrafter(heads))
         if next(heads.parameters()).dtype != scorer.dtype:  # trained in float32, saved in the target's dtype
             heads = copy.deepcopy(heads).to(scorer.dtype)
             attach_projection(heads, target, scorer.device)

@@ -152,14 +152,23 @@ def parallel_of(recipe: DrafterRecipe, model: PreTrainedModel, prepared: Prepare
     if model.config.is_encoder_decoder:
         raise ValueError("`parallel` requires a decoder, but the model is an encoder-decoder")
     token = section.token if section.token is not None else mask_token(model.config)
+    token = choose_mask("parallel.token", token, prepared, vocab, role_of(recipe))
+    setattr(model.config, MASK_TOKEN, token)
+    return Parallel(**section.model_dump(exclude={"token"}), token=token)
+
+
+def choose_mask(field: str, token: int | None, prepared: Prepared, vocab: int, name: str) -> int:
+    """Return the mask token: `token`, or the rarest token of the data. Raise ValueError if it exceeds the vocabulary.
+
+    `field` is the field of the recipe that sets it, and `name` the role in log messages.
+    """
     if token is None:
         counts = prepared.train.token_counts(trained=False)
         token = vocab - 1 - int(np.pad(counts, (0, vocab - len(counts)))[::-1].argmin())
-        log(f"{role_of(recipe)}: using the rarest token of the data, {token}, as mask token")
+        log(f"{name}: using the rarest token of the data, {token}, as mask token")
     if token >= vocab:
-        raise ValueError(f"`parallel.token` must be less than the model's vocabulary size {vocab}, got {token}")
-    setattr(model.config, MASK_TOKEN, token)
-    return Parallel(**section.model_dump(exclude={"token"}), token=token)
+        raise ValueError(f"`{field}` must be less than the model's vocabulary size {vocab}, got {token}")
+    return token
 
 
 def complete_section(recipe: DrafterRecipe) -> ModelSection:

@@ -17,9 +17,10 @@ from ...checkpoints.artifact.artifact import check_target, load_manifest, open_a
 from ...checkpoints.artifact.locate import model_source, resolve
 from ...checkpoints.artifact.manifest import Manifest
 from ...checkpoints.artifact.model_ref import ModelRef, resolve_model, tokenizer_fingerprint
+from ...checkpoints.heads.dflash import dflash_settings, load_dflash
 from ...checkpoints.heads.eagle import eagle_layers, load_eagle
 from ...checkpoints.heads.files import load_heads
-from ...checkpoints.heads.layouts import is_eagle
+from ...checkpoints.heads.layouts import is_dflash, is_eagle
 from ...checkpoints.pairs.by_text import TextTranslation
 from ...checkpoints.storage.names import MANIFEST_FILE
 from ...checkpoints.table.table import BigramTable
@@ -31,6 +32,7 @@ from ...decode.engine import Limits
 from ...decode.evaluation.measure import Entry, sample_texts
 from ...decode.methods import Parts, build_method, method_config
 from ...decode.models.base import LanguageModel, check_same_vocabulary
+from ...decode.models.dflash import DFlashDrafter
 from ...decode.models.eagle import EagleDrafter
 from ...decode.models.graphs import GraphedModel
 from ...decode.models.loading import load_model, storage_dtype, wrap_model
@@ -109,9 +111,10 @@ def open_recipe(recipe: EvaluateRecipe) -> LoadedPair:
 
 
 def _layers_read(drafters: Iterable[str]) -> tuple[int, ...]:
-    """Return the target layers whose hidden states EAGLE drafters use. Raise ValueError if the drafters differ."""
+    """Return the target layers whose hidden states drafters read. Raise ValueError if the drafters differ."""
     folders = [Path(locate_part(source, "drafter")) for source in drafters]
     read = {tuple(eagle_layers(folder)) for folder in folders if is_eagle(folder)}
+    read |= {tuple(dflash_settings(folder)[0]) for folder in folders if is_dflash(folder)}
     if len(read) > 1:
         raise ValueError(f"all drafters of an evaluation must read the same layers of the target, got {sorted(read)}")
     return read.pop() if read else ()
@@ -136,18 +139,20 @@ def _open_drafter(
     model: PreTrainedModel,
     tokenizer: Any,
 ) -> tuple[ModelRef, LanguageModel]:
-    """Load a draft model or EAGLE-3 heads. `fits` raises ValueError if a manifest does not match the target."""
+    """Load a draft model, EAGLE-3 heads or a DFlash drafter. `fits` checks an artifact's manifest for the target."""
     drafter: LanguageModel
-    if is_eagle(Path(location := locate_part(source, "drafter"))):
-        ref, (manifest, heads) = _open_part(source, "heads", load_eagle, location)
+    block = is_dflash(Path(location := locate_part(source, "drafter")))
+    if block or is_eagle(Path(location)):
+        read: Callable[[Path], Any] = load_dflash if block else load_eagle
+        ref, (manifest, heads) = _open_part(source, "heads", read, location)
         weights = (model.get_input_embeddings().weight, model.get_output_embeddings().weight)
         named = recipe.drafter_dtype
         dtype = None if named in (None, "auto") else getattr(torch, storage_dtype(named, target.device.type))
         heads = heads.to(target.device, dtype or target.weights_dtype).attach(*weights)
         if (recipe.drafter_dtype or recipe.dtype) == "int8":
             round_to_int8(heads)
-        drafter = EagleDrafter(heads.requires_grad_(False))
-        if isinstance(target, GraphedModel):
+        drafter = (DFlashDrafter if block else EagleDrafter)(heads.requires_grad_(False))
+        if isinstance(target, GraphedModel) and not block:
             drafter = GraphedModel(drafter)
     else:
         ref, (manifest, loaded) = _open_part(source, "drafter", lambda _: load(locate_part(source, "drafter")))

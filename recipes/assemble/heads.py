@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from ...checkpoints.artifact.compat import save_tokenizer
 from ...checkpoints.artifact.model_ref import resolve_model
+from ...checkpoints.heads.auxiliary import AuxiliaryHeads
+from ...checkpoints.heads.dflash import DFlashHeads, save_dflash
 from ...checkpoints.heads.eagle import EagleHeads, save_eagle
 from ...checkpoints.heads.files import PredictionHeads, save_heads
 from ...checkpoints.heads.logits import LogitShape
@@ -19,13 +21,14 @@ from ...data.blocks.packing import PADDING
 from ...train.config import Medusa2
 from ...train.forward.packed import PackedForward
 from ...train.parallel.accelerate import zero_stage
+from ...train.tasks.dflash import DFlashTask
 from ...train.tasks.heads import EagleTask, HeadsTask
 from ...train.tasks.medusa2 import Medusa2Task
 from ..schema.training import HeadsRecipe, ModelSection
 from .acceptance import heads_measure
 from .artifact import Run
 from .data import Prepared
-from .drafter import frequent_tokens
+from .drafter import choose_mask, frequent_tokens
 from .models import TrainableModel, add_lora, check_vocabulary, load_trainable
 from .teacher import open_hidden
 
@@ -68,10 +71,12 @@ def make_heads_run(recipe: HeadsRecipe, tokenizer: Any, prepare: Callable[[], Pr
 
     def write(folder: Path) -> None:
         converted = heads.to(target.dtype)
-        if recipe.architecture == "eagle3":
+        if recipe.architecture == "medusa":
+            save_heads(converted, folder, made_for)
+        elif recipe.architecture == "eagle3":
             save_eagle(converted, folder)
         else:
-            save_heads(converted, folder, made_for)
+            save_dflash(converted, folder)
         if base is not None:
             base.save(folder / BASE)
             save_tokenizer(tokenizer, folder / BASE)
@@ -92,7 +97,9 @@ def _make_task(recipe: HeadsRecipe, tokenizer: Any, prepared: Prepared, target: 
     }
     heldout = prepared.heldout if recipe.measure.blocks else None
     task: HeadsTask
-    if recipe.architecture == "eagle3":
+    if recipe.architecture == "dflash":
+        task = DFlashTask(target, heads, heldout, states=states, anchors=recipe.anchors, **common)
+    elif recipe.architecture == "eagle3":
         task = EagleTask(target, heads, heldout, states=states, **common)
     elif recipe.base is None:
         task = HeadsTask(target, heads, heldout, states=states, **common)
@@ -120,17 +127,23 @@ def _drop_layers(target: Any) -> None:
             setattr(decoder, name, nn.ModuleList())
 
 
-def _new_heads(recipe: HeadsRecipe, target: Any, prepared: Prepared) -> PredictionHeads | EagleHeads:
+def _new_heads(recipe: HeadsRecipe, target: Any, prepared: Prepared) -> PredictionHeads | AuxiliaryHeads:
     """Create heads initialised from the target, in float32, because 16-bit weights would lose small updates."""
     weight_VD = target.get_output_embeddings().weight.detach()
-    if recipe.architecture == "eagle3":
+    if recipe.architecture != "medusa":
         proposed = None
         if recipe.vocabulary is not None and recipe.vocabulary.tokens is not None:
             proposed = frequent_tokens(recipe.vocabulary.tokens, len(weight_VD), prepared, "heads")
         torch.manual_seed(recipe.train.seed)
-        eagle = EagleHeads.for_target(target.config, recipe.layers, proposed, recipe.num_heads)
-        eagle = eagle.to(target.device).attach(target.get_input_embeddings().weight, weight_VD)
-        return eagle.begin_as(target)
+        aux: EagleHeads | DFlashHeads
+        if recipe.architecture == "eagle3":
+            aux = EagleHeads.for_target(target.config, recipe.layers, proposed, recipe.num_heads)
+        else:
+            mask = choose_mask("mask_token", recipe.mask_token, prepared, len(weight_VD), "heads")
+            sizes = (mask, recipe.num_heads + 1, recipe.num_layers, recipe.layers)
+            aux = DFlashHeads.for_target(target.config.get_text_config(decoder=True), *sizes, proposed)
+        aux = aux.to(target.device).attach(target.get_input_embeddings().weight, weight_VD)
+        return aux.begin_as(target)
     shape, scale = LogitShape.of(target.config.get_text_config(decoder=True)), 1.0
     start_VD = weight_VD.float() * shape.scale
     if recipe.states == "before-norm":

@@ -12,7 +12,7 @@ from transformers import AutoConfig
 
 from ...checkpoints.artifact.locate import model_source
 from ...checkpoints.artifact.model_ref import resolve_model
-from ...checkpoints.heads.eagle import default_layers
+from ...checkpoints.heads import dflash, eagle
 from ...checkpoints.storage.atomic import check_writable
 from ...checkpoints.storage.messages import gigabytes
 from ...data.blocks.prepared import PreparedData
@@ -50,7 +50,8 @@ def states_read(recipe: HeadsRecipe) -> str:
     if recipe.architecture == "medusa":
         return recipe.states
     config = AutoConfig.from_pretrained(model_source(recipe.target, weights=False)).get_text_config()
-    layers = default_layers(config.num_hidden_layers) if recipe.layers is None else recipe.layers
+    default = {"eagle3": eagle.default_layers, "dflash": dflash.default_layers}[recipe.architecture]
+    layers = default(config.num_hidden_layers) if recipe.layers is None else recipe.layers
     return "-".join(["layers", *map(str, layers)])
 
 

@@ -274,31 +274,40 @@ class BaseSection(_Medusa2):
         return self
 
 
+_MEDUSA = ("base", "num_layers", "projection", "rank", "states")
+_DFLASH = ("layers", "num_layers", "anchors", "mask_token")
+
+
 class HeadsRecipe(_Recipe):
-    """Recipe that trains Medusa or SLiM heads on the last hidden state, or EAGLE-3 on auxiliary hidden states."""
+    """Recipe that trains Medusa or SLiM heads, EAGLE-3 heads, or a DFlash drafter on hidden states of a target."""
 
     kind: Literal["heads"]
-    architecture: Literal["medusa", "eagle3"] = "medusa"
-    """`medusa`: independent heads. `eagle3`: one decoder layer that drafts autoregressively; then `num_layers`,
-    `projection`, `rank` and `states` do not apply."""
+    architecture: Literal["medusa", "eagle3", "dflash"] = "medusa"
+    """`medusa`: independent heads. `eagle3`: one decoder layer that drafts autoregressively. `dflash`: decoder layers
+    that draft a block of tokens with one forward. `projection`, `rank` and `states` apply to `medusa` only."""
     layers: list[int] | None = None
-    """Layers of the target whose inputs `eagle3` reads, counted from 0 (default: as in serving engines, layer 2, the
-    middle layer and the third layer from the end)."""
+    """Layers of the target whose inputs `eagle3` and `dflash` read, counted from 0 (default: 2, the middle one and the
+    last but two for `eagle3`; up to five for `dflash`)."""
+    anchors: int = Field(256, ge=1)
+    """Maximum number of blocks that `dflash` trains per row of `data.block_tokens` tokens."""
+    mask_token: int | None = Field(None, ge=0)
+    """Id of the mask token of `dflash` (default: the rarest token of the data)."""
     target: str
     """Directory or hub id of the target."""
     target_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Data type of the target and of the saved heads; auto uses the type of the files. Heads are trained in float32."""
     num_heads: int = Field(4, ge=1)
-    """Number of heads. Head k (from 0) predicts the token k + 2 positions ahead. For `eagle3`: number of TTT steps."""
+    """Number of heads; head k predicts the token k + 2 positions ahead (k from 0). With `eagle3`: TTT steps. With
+    `dflash`: draft tokens per block, which is `block_size` − 1 in the config."""
     num_layers: int = Field(1, ge=0)
-    """Number of residual blocks per head."""
+    """Number of residual blocks per head. With `dflash`: number of decoder layers."""
     projection: Literal["own", "low-rank", "target"] = "own"
     """Output projection of a head: its own matrix, initialised from the target's projection, a matrix of rank `rank`,
     or the target's projection (version 2 of Medusa)."""
     rank: int = Field(0, ge=0)
     """Rank of `projection: low-rank`."""
     vocabulary: VocabularySection | None = None
-    """Draft vocabulary of `projection: target` or `eagle3` (default: all tokens)."""
+    """Draft vocabulary of `projection: target`, `eagle3` or `dflash` (default: all tokens)."""
     states: Literal["after-norm", "before-norm"] = "after-norm"
     """Hidden states that heads read: after the target's final norm, as in Medusa, or before the final norm."""
     temperature: float = Field(1.0, gt=0)
@@ -316,13 +325,12 @@ class HeadsRecipe(_Recipe):
 
     @model_validator(mode="after")
     def _consistent(self) -> HeadsRecipe:
-        if self.architecture == "eagle3":
-            of_medusa = ("base", "num_layers", "projection", "rank", "states")
-            options = [name for name in of_medusa if getattr(self, name) != HeadsRecipe.model_fields[name].default]
-            if options:
-                raise ValueError(f"`{options[0]}` applies to Medusa heads: remove it with `architecture: eagle3`")
-        elif self.layers is not None:
-            raise ValueError("`layers` applies to `architecture: eagle3` only; Medusa heads read the last hidden state")
+        accepted = {"medusa": _MEDUSA, "eagle3": ("layers",), "dflash": _DFLASH}[self.architecture]
+        for name in dict.fromkeys((*_MEDUSA, *_DFLASH)):
+            if name not in accepted and getattr(self, name) != HeadsRecipe.model_fields[name].default:
+                raise ValueError(f"`{name}` does not apply to `architecture: {self.architecture}`: remove it")
+        if self.architecture == "dflash" and self.num_layers == 0:
+            raise ValueError("`num_layers` must be at least 1 with `architecture: dflash`, got 0")
         if (self.projection == "low-rank") != (self.rank > 0):
             raise ValueError(f"`rank` must be at least 1 with low-rank, else 0, got {self.rank} with {self.projection}")
         if self.projection == "target" and self.num_layers == 0:
@@ -330,7 +338,7 @@ class HeadsRecipe(_Recipe):
         if self.projection == "target" and self.states == "before-norm":
             raise ValueError("`projection: target` reads states after the final norm: `states` cannot be before-norm")
         if self.vocabulary is not None:
-            shares = self.projection == "target" or self.architecture == "eagle3"
+            shares = self.projection == "target" or self.architecture != "medusa"
             if not shares:
                 raise ValueError("`vocabulary` requires `projection: target`")
             if self.base is not None:

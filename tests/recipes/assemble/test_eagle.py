@@ -1,10 +1,11 @@
-"""EAGLE-3 recipes: training on live and cached hidden states, and evaluation of the heads as a drafter."""
+"""EAGLE-3 and DFlash recipes: trained on live and cached states, verified, and evaluated as a drafter."""
 
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from draftsmith.checkpoints.heads.dflash import load_dflash
 from draftsmith.checkpoints.heads.eagle import load_eagle
 from draftsmith.checkpoints.verify.inspect import find_faults
 from draftsmith.decode.methods import METHODS, method_config
@@ -17,9 +18,9 @@ from draftsmith.recipes.schema.loading import parse_recipe
 TOKENS = 60
 
 
-def recipe_of(base: dict[str, Any], target: Path, **more: Any) -> Any:
-    """Turn a drafter recipe into a recipe of EAGLE-3 heads."""
-    values = {name: base[name] for name in ("data", "train", "out")} | {"kind": "heads", "architecture": "eagle3"}
+def recipe_of(made: dict[str, Any], target: Path, **more: Any) -> Any:
+    """Return a recipe of EAGLE-3 heads, changed by `more`, for a drafter's recipe."""
+    values = {name: made[name] for name in ("data", "train", "out")} | {"kind": "heads", "architecture": "eagle3"}
     values |= {
         "target": str(target),
         "num_heads": 2,
@@ -29,25 +30,29 @@ def recipe_of(base: dict[str, Any], target: Path, **more: Any) -> Any:
     return parse_recipe(values | {"measure": {"prompts": 2, "new_tokens": 4}} | more, "the test's recipe")
 
 
+@pytest.mark.parametrize("architecture", ["eagle3", "dflash"])
 def test_training_on_cached_states_equals_live_states(
-    tiny_drafter: Callable[[Path], dict[str, Any]], tiny_pair: Path, tmp_path: Path
+    architecture: str, tiny_drafter: Callable[[Path], dict[str, Any]], tiny_pair: Path, tmp_path: Path
 ) -> None:
-    """The weights are equal up to rounding. All methods with a drafter generate the greedy text of the target."""
-    values, target = tiny_drafter(tmp_path), tiny_pair / "target"
-    run_train(recipe_of(values, target))
+    """They are equal up to rounding. All methods with a drafter write the target's greedy text."""
+    made, target = tiny_drafter(tmp_path), tiny_pair / "target"
+    load, more = load_eagle, {}
+    if architecture == "dflash":
+        load, more = load_dflash, {"architecture": "dflash", "num_heads": 5, "num_layers": 2, "anchors": 9}
+    run_train(recipe_of(made, target, **more))
     hidden = {"cache": str(tmp_path / "hidden"), "dtype": "float32"}
-    cached = recipe_of(values, target, out=str(tmp_path / "cached"), hidden=hidden)
+    cached = recipe_of(made, target, out=str(tmp_path / "cached"), hidden=hidden, **more)
     prepare_teacher(cached)
     run_train(cached)
-    live, other = (load_eagle(Path(out)) for out in (values["out"], cached.out))
-    cached_weights = other.state_dict()
-    assert all((weight - cached_weights[name]).abs().max() < 1e-4 for name, weight in live.state_dict().items())
+    live, other = (load(Path(out)) for out in (made["out"], cached.out))
+    theirs = other.state_dict()
+    assert all((weight - theirs[name]).abs().max() < 1e-4 for name, weight in live.state_dict().items())
     assert live.proposed is not None
     assert len(live.proposed) == TOKENS
     manifest, faults = find_faults(Path(values["out"]))
     assert faults == []
     assert manifest is not None
-    assert manifest.shapes["architecture"] == "eagle3"
+    assert manifest.shapes["architecture"] == architecture
     rows = [{"method": name} for name in METHODS if method_config(name, {}).needs == ("drafter",)]
     evaluated = {"kind": "evaluate", "out": str(tmp_path / "results.json"), "target": str(target), "energy": "off"}
     evaluated |= {"drafter": values["out"], "prompts": str(tiny_pair / "corpus" / "heldout.jsonl"), "limit": 3}
@@ -61,11 +66,13 @@ def test_training_on_cached_states_equals_live_states(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"projection": "target"}, r"projection.*Medusa"),
-        ({"states": "before-norm"}, r"states.*Medusa"),
+        ({"projection": "target"}, r"projection.*eagle3"),
+        ({"states": "before-norm"}, r"states.*eagle3"),
         ({"layers": [0, 9]}, r"in 0 to 1.*9"),
         ({"layers": [1, 0]}, r"in 0 to 1.*1, 0"),
-        ({"architecture": "medusa", "layers": [1]}, r"layers.*eagle3"),
+        ({"architecture": "medusa", "layers": [1]}, r"layers.*medusa"),
+        ({"architecture": "dflash", "num_layers": 0}, r"num_layers.*at least 1.*0"),
+        ({"architecture": "dflash", "mask_token": 9999}, r"mask_token.*9999"),
     ],
     ids=str,
 )
