@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from draftsmith.checkpoints.heads.dflash import DFlashHeads
 from draftsmith.checkpoints.heads.eagle import EagleHeads
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -50,14 +51,31 @@ def make_eagle() -> Callable[..., EagleHeads]:
     """Return a function that builds random EAGLE-3 heads for a two-layer model: `make_eagle(model, proposed=ids)`."""
 
     def build(model: LlamaForCausalLM, proposed: torch.Tensor | None = None) -> EagleHeads:
-        torch.manual_seed(3)
-        heads = EagleHeads.for_target(model.config, layers=[0, 1], proposed=proposed)
-        for name, weight in heads.named_parameters():
-            torch.nn.init.uniform_(weight, 0.5, 1.5) if "norm" in name else torch.nn.init.normal_(weight, std=0.4)
-        weights = (model.get_input_embeddings().weight, model.get_output_embeddings().weight)
-        return heads.to(model.dtype).attach(*weights).requires_grad_(False).eval()
+        return randomise(EagleHeads.for_target(model.config, layers=[0, 1], proposed=proposed), model)
 
     return build
+
+
+@pytest.fixture
+def make_dflash() -> Callable[..., DFlashHeads]:
+    """Return a function that builds a random DFlash drafter for a model: `make_dflash(model, proposed=ids)`."""
+
+    def build(
+        model: LlamaForCausalLM, proposed: torch.Tensor | None = None, block_size: int = 5, num_layers: int = 2
+    ) -> DFlashHeads:
+        sizes = (model.config.vocab_size - 1, block_size, num_layers, [*range(1, model.config.num_hidden_layers)])
+        return randomise(DFlashHeads.for_target(model.config, *sizes, proposed), model)
+
+    return build
+
+
+def randomise(heads: Any, model: LlamaForCausalLM) -> Any:
+    """Set random weights, and attach the target's embeddings and output projection."""
+    torch.manual_seed(3)
+    for name, weight in heads.named_parameters():
+        torch.nn.init.uniform_(weight, 0.5, 1.5) if "norm" in name else torch.nn.init.normal_(weight, std=0.4)
+    weights = (model.get_input_embeddings().weight, model.get_output_embeddings().weight)
+    return heads.to(model.dtype).attach(*weights).requires_grad_(False).eval()
 
 
 @pytest.fixture

@@ -96,6 +96,8 @@ class DFlashHeads(AuxiliaryHeads):
         count = config.num_hidden_layers
         layers = default_layers(count) if layers is None else layers
         check_layers(layers, count)
+        if layers[0] == 0:  # ids in the config count the outputs of layers, so that 0 would be stored as -1
+            raise ValueError(f"layers must be at least 1, since a DFlash drafter reads outputs of layers, got {[*layers]}")
         names = ("hidden_size", "num_attention_heads", "vocab_size", "max_position_embeddings")
         sizes = {name: getattr(config, name) for name in names}
         heads, rope = config.num_attention_heads, getattr(config, "rope_parameters", None) or {}
@@ -226,6 +228,7 @@ def save_dflash(heads: DFlashHeads, directory: Path) -> None:
         "dtype": str(stored["fc.weight"].dtype).removeprefix("torch."),
         "draft_vocab_size": len(stored[HEAD]) if HEAD in stored else None,
         BLOCK: heads.block_size,
+        **({} if heads.target_layers is None else {"num_target_layers": heads.target_layers}),
         # ids count the outputs of layers
         SETTINGS: {BLOCK: heads.block_size, MASK: heads.mask, LAYER_IDS: [layer - 1 for layer in heads.layers]},
     }

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from draftsmith.checkpoints.heads.eagle import EagleHeads
 from draftsmith.checkpoints.table.table import BigramTable
 from draftsmith.checkpoints.table.texts import TextStore
 from draftsmith.decode.engine import Chains, Limits, Proposal, Verifier, generate
 from draftsmith.decode.methods import METHODS, Method, Parts, build_method, method_config
+from draftsmith.decode.models.dflash import DFlashDrafter
 from draftsmith.decode.models.draft_vocabulary import keep_tokens
 from draftsmith.decode.models.eagle import EagleDrafter
 from draftsmith.decode.models.loading import wrap_model
@@ -193,18 +193,21 @@ def test_three_tokens_follow_the_target(
     ],
     ids=str,
 )
+@pytest.mark.parametrize("kind", ["eagle", "dflash"])
 def test_drafters_that_read_the_targets_states_are_exact(
     make_llama: Callable[..., LlamaForCausalLM],
-    make_eagle: Callable[..., EagleHeads],
+    request: pytest.FixtureRequest,
     make_stream: MakeStream,
     name: str,
     options: dict[str, Any],
     sampling: Sampling,
+    kind: str,
 ) -> None:
-    """EAGLE-3 heads draft from the target's hidden states of each row's committed tokens."""
+    """EAGLE-3 heads and DFlash drafters draft from the states of each row's committed tokens."""
     target = make_llama(VOCAB, sharpness=1.5, **SMALL | {"num_hidden_layers": 2})
-    heads = make_eagle(target, torch.tensor([0, 1, 2, 4, 6]))
-    parts = Parts(EagleDrafter(heads), more_drafters=(EagleDrafter(heads),))
+    heads = request.getfixturevalue(f"make_{kind}")(target, torch.tensor([0, 1, 2, 4, 6]))
+    wrap = EagleDrafter if kind == "eagle" else DFlashDrafter
+    parts = Parts(wrap(heads), more_drafters=(wrap(heads),))
     method = build_method(name, parts, sampling, **options)
     assert p_value(method, target, sampling, make_stream(12, ROWS), heads.layers) > FALSE_ALARM
 
