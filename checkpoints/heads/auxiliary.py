@@ -33,7 +33,7 @@ class Mlp(nn.Module):
 
 
 class Norm(nn.RMSNorm):
-    """RMSNorm computed in the dtype of its input, which autocast may have narrowed."""
+    """RMSNorm computed in the dtype of its input, which has lower precision under autocast."""
 
     def forward(self, x: Tensor) -> Tensor:
         assert self.weight is not None
@@ -52,7 +52,7 @@ class AuxiliaryHeads(nn.Module):
 
     projection_kind = "target"
     output = bias_V = None
-    """Transformation and bias of the logits. These heads have none, as in serving engines."""
+    """Transformation and bias of the logits: none, as in serving engines."""
     own_head: Tensor | None = None
     """Output projection [R, D] stored with the heads, which may differ from the target's; None if there is none."""
 
@@ -134,7 +134,7 @@ def draft_tokens_in(stored: Mapping[str, Tensor]) -> Tensor | None:
 
 
 def fill_heads(heads: Heads, stored: Mapping[str, Tensor], directory: Path) -> Heads:
-    """Load stored tensors into heads, and convert the heads to their dtype. Raises ValueError if they do not fit."""
+    """Load tensors into heads, which take the dtype of the tensors. Raises ValueError if a tensor is invalid."""
     weights = {name: tensor for name, tensor in stored.items() if name not in (TOKENS, "t2d", HEAD)}
     heads = heads.to(next(iter(weights.values())).dtype)
     try:

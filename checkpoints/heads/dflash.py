@@ -97,7 +97,9 @@ class DFlashHeads(AuxiliaryHeads):
         layers = default_layers(count) if layers is None else layers
         check_layers(layers, count)
         if layers[0] == 0:  # ids in the config count the outputs of layers, so that 0 would be stored as -1
-            raise ValueError(f"layers must be at least 1, since a DFlash drafter reads outputs of layers, got {[*layers]}")
+            raise ValueError(
+                f"layers must be at least 1, since a DFlash drafter reads outputs of layers, got {[*layers]}"
+            )
         names = ("hidden_size", "num_attention_heads", "vocab_size", "max_position_embeddings")
         sizes = {name: getattr(config, name) for name in names}
         heads, rope = config.num_attention_heads, getattr(config, "rope_parameters", None) or {}
@@ -108,6 +110,7 @@ class DFlashHeads(AuxiliaryHeads):
             head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
             rms_norm_eps=getattr(config, "rms_norm_eps", None) or 1e-6,
             num_hidden_layers=num_layers,
+            num_target_layers=count,
             tie_word_embeddings=False,
             rope_parameters={"rope_type": "default", "rope_theta": rope.get("rope_theta") or 10000.0},
             layer_types=["full_attention"] * num_layers,
@@ -228,7 +231,6 @@ def save_dflash(heads: DFlashHeads, directory: Path) -> None:
         "dtype": str(stored["fc.weight"].dtype).removeprefix("torch."),
         "draft_vocab_size": len(stored[HEAD]) if HEAD in stored else None,
         BLOCK: heads.block_size,
-        **({} if heads.target_layers is None else {"num_target_layers": heads.target_layers}),
         # ids count the outputs of layers
         SETTINGS: {BLOCK: heads.block_size, MASK: heads.mask, LAYER_IDS: [layer - 1 for layer in heads.layers]},
     }

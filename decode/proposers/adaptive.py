@@ -85,7 +85,7 @@ class AdaptiveChain(DrafterProposer):
         return
 
     def forwards(self, nodes: float) -> list[tuple[Any, int]]:
-        # One per token, and one whose distribution ended the chain.
+        # One forward per token, and one whose distribution ended the chain.
         return [*self.model.draft_forwards([1] * min(self.gamma, round(nodes)))]
 
 

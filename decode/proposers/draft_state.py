@@ -29,7 +29,7 @@ def check_drafter(model: LanguageModel, context: Context, max_depth: int) -> Non
     longest = max(context.lengths) + context.limits.max_new_tokens
     if longest - 1 + max_depth > model.max_positions:
         raise ValueError(
-            f"the drafter has {model.max_positions} positions, but prompt, new tokens and {max_depth} draft tokens "
+            f"the drafter has {model.max_positions} positions, but the prompt, new and {max_depth} draft tokens "
             f"need {longest - 1 + max_depth}: reduce max_new_tokens"
         )
 
@@ -38,8 +38,8 @@ def check_aux(context: Context, required: tuple[int, ...]) -> None:
     """Raise ValueError if the target does not return the hidden states that a drafter requires."""
     if context.aux_BSG is None or context.target.aux_layers != required:
         raise ValueError(
-            f"the drafter reads the target's layers {required}, but it returns {context.target.aux_layers}: "
-            f"wrap it with wrap_model(model, aux_layers={required})"
+            f"the drafter requires the target's aux_layers to be {required}, got {context.target.aux_layers}: "
+            f"wrap the target with wrap_model(model, aux_layers={required})"
         )
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from draftsmith.checkpoints.heads.dflash import DFlashHeads
 from draftsmith.checkpoints.table.table import BigramTable
 from draftsmith.checkpoints.table.texts import TextStore
 from draftsmith.decode.engine import Chains, Limits, Proposal, Verifier, generate
@@ -193,7 +194,7 @@ def test_three_tokens_follow_the_target(
     ],
     ids=str,
 )
-@pytest.mark.parametrize("kind", ["eagle", "dflash"])
+@pytest.mark.parametrize("kind", ["eagle", pytest.param("dflash", marks=pytest.mark.slow)])
 def test_drafters_that_read_the_targets_states_are_exact(
     make_llama: Callable[..., LlamaForCausalLM],
     request: pytest.FixtureRequest,
@@ -212,7 +213,30 @@ def test_drafters_that_read_the_targets_states_are_exact(
     assert p_value(method, target, sampling, make_stream(12, ROWS), heads.layers) > FALSE_ALARM
 
 
-def test_block_verification_lengths_equal_the_formula(make_stream: MakeStream) -> None:
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("speculative", {"gamma": 3}),
+        ("speculative", {"gamma": 3, "verification": "block"}),
+        ("multi-candidate", {"k_config": "2x2"}),
+        ("dynamic-tree", {"max_depth": 3}),
+    ],
+    ids=str,
+)
+def test_block_drafters_are_exact(
+    make_llama: Callable[..., LlamaForCausalLM],
+    make_dflash: Callable[..., DFlashHeads],
+    make_stream: MakeStream,
+    name: str,
+    options: dict[str, Any],
+) -> None:
+    target = make_llama(VOCAB, sharpness=1.5, **SMALL | {"num_hidden_layers": 2})
+    heads, sampling = make_dflash(target), Sampling(1.0)
+    method = build_method(name, Parts(DFlashDrafter(heads)), sampling, **options)
+    assert p_value(method, target, sampling, make_stream(13, ROWS), heads.layers) > FALSE_ALARM
+
+
+def test_block_verification_accepts_as_many_tokens_as_its_formula(make_stream: MakeStream) -> None:
     """Chains of three tokens come from fixed distributions. The mean length is Σᵢ E pᵢ within five standard errors, and
     larger than that of token verification, Σᵢ E Πⱼ min(1, p/q)."""
     rows, vocab, depth = 200_000, 3, 3

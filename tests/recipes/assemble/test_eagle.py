@@ -18,9 +18,9 @@ from draftsmith.recipes.schema.loading import parse_recipe
 TOKENS = 60
 
 
-def recipe_of(made: dict[str, Any], target: Path, **more: Any) -> Any:
+def recipe_of(values: dict[str, Any], target: Path, **more: Any) -> Any:
     """Return a recipe of EAGLE-3 heads, changed by `more`, for a drafter's recipe."""
-    values = {name: made[name] for name in ("data", "train", "out")} | {"kind": "heads", "architecture": "eagle3"}
+    values = {name: values[name] for name in ("data", "train", "out")} | {"kind": "heads", "architecture": "eagle3"}
     values |= {
         "target": str(target),
         "num_heads": 2,
@@ -35,18 +35,18 @@ def test_training_on_cached_states_equals_live_states(
     architecture: str, tiny_drafter: Callable[[Path], dict[str, Any]], tiny_pair: Path, tmp_path: Path
 ) -> None:
     """They are equal up to rounding. All methods with a drafter write the target's greedy text."""
-    made, target = tiny_drafter(tmp_path), tiny_pair / "target"
+    values, target = tiny_drafter(tmp_path), tiny_pair / "target"
     load, more = load_eagle, {}
     if architecture == "dflash":
         load, more = load_dflash, {"architecture": "dflash", "num_heads": 5, "num_layers": 2, "anchors": 9}
-    run_train(recipe_of(made, target, **more))
+    run_train(recipe_of(values, target, **more))
     hidden = {"cache": str(tmp_path / "hidden"), "dtype": "float32"}
-    cached = recipe_of(made, target, out=str(tmp_path / "cached"), hidden=hidden, **more)
+    cached = recipe_of(values, target, out=str(tmp_path / "cached"), hidden=hidden, **more)
     prepare_teacher(cached)
     run_train(cached)
-    live, other = (load(Path(out)) for out in (made["out"], cached.out))
-    theirs = other.state_dict()
-    assert all((weight - theirs[name]).abs().max() < 1e-4 for name, weight in live.state_dict().items())
+    live, other = (load(Path(out)) for out in (values["out"], cached.out))
+    others = other.state_dict()
+    assert all((weight - others[name]).abs().max() < 1e-4 for name, weight in live.state_dict().items())
     assert live.proposed is not None
     assert len(live.proposed) == TOKENS
     manifest, faults = find_faults(Path(values["out"]))
