@@ -123,8 +123,10 @@ class DFlashHeads(AuxiliaryHeads):
         decoder = target.get_decoder()
         sources = getattr(decoder, "layers", [])[-len(self.layer_stack) :]
         for layer, source in zip(self.layer_stack, sources, strict=False):
-            own, given = layer.state_dict(), source.state_dict()
-            layer.load_state_dict(own | {name: each for name, each in given.items() if _fits(own.get(name), each)})
+            own, source_state = layer.state_dict(), source.state_dict()
+            layer.load_state_dict(
+                own | {name: each for name, each in source_state.items() if _fits(own.get(name), each)}
+            )
         self.fc.weight.zero_()
         self.fc.weight[:, -self.hidden_size :].copy_(torch.eye(self.hidden_size))
         weight: Any = getattr(getattr(decoder, "norm", None), "weight", None)
@@ -206,8 +208,8 @@ class DFlashHeads(AuxiliaryHeads):
         return states_BTO.unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2)
 
 
-def _fits(own: Tensor | None, given: Tensor | None) -> bool:
-    return own is not None and given is not None and own.shape == given.shape
+def _fits(own: Tensor | None, other: Tensor | None) -> bool:
+    return own is not None and other is not None and own.shape == other.shape
 
 
 def default_layers(count: int) -> list[int]:

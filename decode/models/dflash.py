@@ -56,9 +56,9 @@ class DFlashDrafter(LeanDecoder):
         positions_BM = offset_M + (cache.lengths[0] if cache.uniform else cache.lengths_B[:, None])
         turned = self._rotation.at(positions_BM, max(cache.lengths) + count, {by for _, by in self._sides})
         heads = self.heads + self.kv_heads
-        for index, (layer, side) in enumerate(zip(self._layers, self._side_of, strict=True)):
+        for index, (layer, kind) in enumerate(zip(self._layers, self._side_of, strict=True)):
             qkv_BMHE = self._norm_heads(layer.qkv(states_XD), layer).view(batch, count, -1, self.key_width)
-            qk_BMHE = self._rotation.turn(qkv_BMHE[:, :, :heads], turned[self._sides[side][1]])
+            qk_BMHE = self._rotation.turn(qkv_BMHE[:, :, :heads], turned[self._sides[kind][1]])
             key_BHME, value_BHME = qk_BMHE[:, :, self.heads :].transpose(1, 2), qkv_BMHE[:, :, heads:].transpose(1, 2)
             cache.write(index, key_BHME, value_BHME, 0)
 
