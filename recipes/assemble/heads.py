@@ -88,8 +88,9 @@ def make_heads_run(recipe: HeadsRecipe, tokenizer: Any, prepare: Callable[[], Pr
 def _make_task(recipe: HeadsRecipe, tokenizer: Any, prepared: Prepared, target: Any, heads: Any) -> HeadsTask:
     """Return the training task of a recipe, including the acceptance measurement."""
     states = None if recipe.hidden.cache is None else open_hidden(recipe, prepared)
+    dynamic = recipe.slot_weights == "d-pace"
     common: dict[str, Any] = {
-        "head_weights": [recipe.weight_decay_by_head**head for head in range(recipe.num_heads)],
+        "head_weights": [1.0 if dynamic else recipe.weight_decay_by_head**head for head in range(recipe.num_heads)],
         "objective": recipe.objective,
         "temperature": recipe.temperature,
         "evaluate_fn": heads_measure(recipe, target, tokenizer, prepared) if recipe.measure.prompts else None,
@@ -98,7 +99,7 @@ def _make_task(recipe: HeadsRecipe, tokenizer: Any, prepared: Prepared, target: 
     heldout = prepared.heldout if recipe.measure.blocks else None
     task: HeadsTask
     if recipe.architecture == "dflash":
-        task = DFlashTask(target, heads, heldout, states=states, anchors=recipe.anchors, **common)
+        task = DFlashTask(target, heads, heldout, states=states, anchors=recipe.anchors, dynamic=dynamic, **common)
     elif recipe.architecture == "eagle3":
         task = EagleTask(target, heads, heldout, states=states, **common)
     elif recipe.base is None:

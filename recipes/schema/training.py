@@ -275,7 +275,7 @@ class BaseSection(_Medusa2):
 
 
 _MEDUSA = ("base", "num_layers", "projection", "rank", "states")
-_DFLASH = ("layers", "num_layers", "anchors", "mask_token")
+_DFLASH = ("layers", "num_layers", "anchors", "mask_token", "slot_weights")
 
 
 class HeadsRecipe(_Recipe):
@@ -290,6 +290,9 @@ class HeadsRecipe(_Recipe):
     last but two for `eagle3`; up to five for `dflash`)."""
     anchors: int = Field(256, ge=1)
     """Maximum number of blocks that `dflash` trains per row of `data.block_tokens` tokens."""
+    slot_weights: Literal["decay", "d-pace"] = "decay"
+    """Loss weights of the slots of `dflash`: `decay` by `weight_decay_by_head`, or `d-pace` for weights that follow the
+    drafter's confidence in the slots before, which requires `objective: {cross-entropy: 1.0}`."""
     mask_token: int | None = Field(None, ge=0)
     """Id of the mask token of `dflash` (default: the rarest token of the data)."""
     target: str
@@ -331,6 +334,8 @@ class HeadsRecipe(_Recipe):
                 raise ValueError(f"`{name}` does not apply to `architecture: {self.architecture}`: remove it")
         if self.architecture == "dflash" and self.num_layers == 0:
             raise ValueError("`num_layers` must be at least 1 with `architecture: dflash`, got 0")
+        if self.slot_weights == "d-pace" and set(self.objective) != {"cross-entropy"}:
+            raise ValueError(f"`slot_weights: d-pace` requires cross-entropy as the objective, got {self.objective}")
         if (self.projection == "low-rank") != (self.rank > 0):
             raise ValueError(f"`rank` must be at least 1 with low-rank, else 0, got {self.rank} with {self.projection}")
         if self.projection == "target" and self.num_layers == 0:

@@ -49,6 +49,10 @@ Output = Callable[[Tensor], Tensor] | None
 """Function that converts products of states and projection to logits. If None, the products are the logits."""
 
 
+Weigh = Callable[[Tensor], Tensor] | None
+"""Function that returns a weight of each loss, both [X, K]. Losses of positions without a label are 0."""
+
+
 def chunk_positions(vocab: int, device: torch.device) -> int:
     """Return the number of positions per chunk for a vocabulary size and a device."""
     kind = "cuda" if device.type == "cuda" else "cpu"
@@ -219,8 +223,9 @@ class Plan:
         chunk: int | None,
         top_k: int | None,
         output: Output = None,
+        weigh: Weigh = None,
     ) -> None:
-        self._output = output
+        self._output, self.weigh = output, weigh
         assert features_XKD.shape[:2] == labels_XK.shape, (features_XKD.shape, labels_XK.shape)
         assert len(projections) == labels_XK.shape[1], (len(projections), labels_XK.shape)
         self._label_weight = float(weights.get(LABELS, 0.0))
@@ -263,13 +268,13 @@ class Plan:
                 yield from ((head, positions_C, local_C) for positions_C, local_C in parts)
 
     def score_chunk(self, head: int, rows_C: Tensor, target_rows_C: Tensor | None, logits_CV: Tensor) -> Tensor:
-        """Return the sum of a chunk's losses, and overwrite `logits_CV` with the gradient."""
+        """Return a chunk's losses [C], and overwrite `logits_CV` with the gradient of their sum."""
         labels_C, products_CV = self._labels_XK[rows_C, head], logits_CV
         if self._output is not None:
             with torch.enable_grad():
                 output_CV = self._output(input_CV := products_CV.detach().requires_grad_())
             logits_CV = output_CV.detach().clone()
-        sums = []
+        losses = []
         for start in range(0, len(labels_C), self._block):
             block, targets = slice(start, start + self._block), None
             if target_rows_C is not None:
@@ -277,10 +282,10 @@ class Plan:
                 targets = self._targets.rows(target_rows_C[block])
             loss_R, grad_RV = self._score(upcast(logits_CV[block]), targets, labels_C[block])
             logits_CV[block] = grad_RV
-            sums.append(loss_R.sum())
+            losses.append(loss_R)
         if self._output is not None:
             products_CV.copy_(torch.autograd.grad(output_CV, input_CV, logits_CV)[0])
-        return torch.stack(sums).sum()
+        return torch.cat(losses)
 
     def _score(self, logits_RV: Tensor, targets: Targets | None, labels_R: Tensor) -> tuple[Tensor, Tensor]:
         """Return weighted losses of a block's rows [R], and the gradient of their sum with respect to the logits."""
@@ -325,7 +330,7 @@ class FusedLoss(torch.autograd.Function):
         wide_dtype = torch.promote_types(features_XKD.dtype, torch.float32)
         _, _, features_need_grad, *projection_needs_grad = ctx.needs_input_grad
         grad_XKD = torch.zeros_like(features_XKD) if with_grad and features_need_grad else None
-        sums: list[Tensor] = [torch.zeros((), dtype=wide_dtype, device=features_XKD.device) for _ in projections]
+        losses_XK = torch.zeros(features_XKD.shape[:2], dtype=wide_dtype, device=features_XKD.device)
         grads: list[Tensor | None] = [None] * len(projections)
         product, features_XKD = Product(plan.dtype), features_XKD.detach()
         with torch.autocast(features_XKD.device.type, enabled=False):
@@ -333,7 +338,7 @@ class FusedLoss(torch.autograd.Function):
                 weight_VD = projections[head]
                 features_CD = features_XKD[:, head][rows_C].to(plan.dtype)
                 grad_CV = product(features_CD, weight_VD)
-                sums[head] += plan.score_chunk(head, rows_C, target_rows_C, grad_CV)
+                losses_XK[rows_C, head] = plan.score_chunk(head, rows_C, target_rows_C, grad_CV).to(wide_dtype)
                 if grad_XKD is not None:
                     grad_CD = grad_CV if weight_VD is None else grad_CV @ product.cast(weight_VD)
                     grad_XKD[rows_C, head] = grad_CD.to(grad_XKD.dtype)
@@ -343,8 +348,14 @@ class FusedLoss(torch.autograd.Function):
             if with_grad and projection_needs_grad[head] and grads[head] is None:
                 assert weight_VD is not None
                 grads[head] = torch.zeros_like(weight_VD, dtype=wide_dtype)
+        if plan.weigh is not None:
+            assert not any(projection_needs_grad), "weighted losses require frozen projections"
+            weights_XK = plan.weigh(losses_XK)
+            losses_XK = losses_XK * weights_XK
+            if grad_XKD is not None:
+                grad_XKD.mul_(weights_XK[..., None])
         ctx.grads = (grad_XKD, grads, [None if weight_VD is None else weight_VD.dtype for weight_VD in projections])
-        return torch.stack(sums)
+        return losses_XK.sum(0)
 
     @staticmethod
     def backward(ctx: Any, grad_output_K: Tensor) -> tuple[Tensor | None, ...]:

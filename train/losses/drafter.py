@@ -21,6 +21,7 @@ from .chunks import (
     Targets,
     Teacher,
     TeacherTargets,
+    Weigh,
     block_rows,
     chunk_positions,
     product_type,
@@ -68,6 +69,7 @@ def heads_mixture(
     chunk: int | None = None,
     top_k: int | None = None,
     output: Output = None,
+    weigh: Weigh = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the results of `mixture` for each head: weighted sums [K] and numbers of positions (int64 [K]).
 
@@ -75,11 +77,11 @@ def heads_mixture(
     (section 2.3.2) for a divergence. Logits of head k are `features_XKD[:, k] @ projections[k].T`; heads may share a
     projection [V, D]. `labels_XK` contains rows of `head_labels`. `teacher_rows_XK` (int64) contains the teacher's row
     for labels_XK[x, k] (default: row x); the logits of a row are computed once for all heads. `output` converts the
-    products [C, V] to logits (default: the products are the logits). For other arguments and errors, see `mixture`.
+    products [C, V] to logits (default: the products are the logits). `weigh` returns weights of the losses
+    [X, K], and requires frozen projections. For other arguments and errors, see `mixture`.
     """
-    plan = Plan(
-        weights, features_XKD, projections, labels_XK, teacher, teacher_rows_XK, temperature, chunk, top_k, output
-    )  # fmt: skip
+    arguments = (labels_XK, teacher, teacher_rows_XK, temperature, chunk, top_k, output, weigh)
+    plan = Plan(weights, features_XKD, projections, *arguments)
     sums_K: Tensor = FusedLoss.apply(plan, torch.is_grad_enabled(), features_XKD, *projections)
     return sums_K, plan.counts_K
 

@@ -9,6 +9,7 @@ D hidden, G hidden of the auxiliary layers.
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -37,8 +38,8 @@ class DFlashModule(HeadsModule):
         step, length = int(self.progress * 2**40) if self.training else 0, candidate_BT.shape[1]
         keys = list[Tensor]()
         for row_T in batch.tokens_BT.cpu():
-            seed = int((row_T * torch.arange(1, length + 1)).sum()) + step
-            keys.append(torch.rand(length, generator=torch.Generator().manual_seed(seed % 2**63)))
+            seed = int((row_T * torch.arange(1, length + 1)).sum())
+            keys.append(torch.from_numpy(np.random.default_rng([seed, step]).random(length, np.float32)))
         key_BT = torch.stack(keys).to(candidate_BT.device).masked_fill(~candidate_BT, -1.0)
         chosen_BT = torch.zeros_like(candidate_BT)
         chosen_BT.scatter_(1, key_BT.topk(min(self.anchors, length), 1).indices, True)
@@ -51,17 +52,33 @@ class DFlashModule(HeadsModule):
         return self.heads.features(aux_BTG, batch.tokens_BT, batch.positions_BT, batch.documents_BT, rows_X)
 
 
+def dynamic_weights(losses_XK: Tensor) -> Tensor:
+    """Return the weights [X, K] of cross-entropy losses by slot (D-PACE).
+
+    The confidence of a slot is q = (1 + exp(-loss)) / 2, and 1 without a label. The weight of a slot is the sum over
+    this and all later slots of the product of the confidences up to them, so that slots which decide over long drafts
+    have larger weights.
+    """
+    supervised_XK = losses_XK != 0
+    confidence_XK = torch.where(supervised_XK, 0.5 + 0.5 * (-losses_XK).exp(), 1.0)
+    reached_XK = confidence_XK.cumprod(1) * supervised_XK
+    return reached_XK.flip(1).cumsum(1).flip(1)
+
+
 class DFlashTask(HeadsTask):
-    """Task that trains a DFlash drafter on a frozen target, with at most `anchors` blocks per row; see `HeadsTask`."""
+    """Task that trains a DFlash drafter on a frozen target; see `HeadsTask`.
+
+    At most `anchors` blocks are trained per row. With `dynamic`, losses are weighted by `dynamic_weights`.
+    """
 
     name = "dflash"
 
-    def __init__(self, *arguments: Any, anchors: int = 256, **options: Any) -> None:
-        self._anchors = anchors
+    def __init__(self, *arguments: Any, anchors: int = 256, dynamic: bool = False, **options: Any) -> None:
+        self._anchors, self._dynamic = anchors, dynamic
         super().__init__(*arguments, **options)
-        self.settings["anchors"] = anchors
+        self.settings |= {"anchors": anchors, "dynamic weights": dynamic}
 
     def _make_module(self, *arguments: Any, **options: Any) -> HeadsModule:
         module = DFlashModule(*arguments, **options)
-        module.anchors = self._anchors
+        module.anchors, module.weigh = self._anchors, dynamic_weights if self._dynamic else None
         return module

@@ -17,7 +17,7 @@ from ...data.blocks.prepared import PreparedData
 from ...decode.models.base import TransformersModel
 from ..forward.packed import PackedForward
 from ..loop.task import Task
-from ..losses.chunks import DenseTeacher, Teacher
+from ..losses.chunks import DenseTeacher, Teacher, Weigh
 from ..losses.drafter import IGNORED, head_labels, heads_mixture, label_hits, map_labels, restrict_teacher
 from ..losses.objectives import needs_teacher, parse_weights, weights_at
 from ..teachers.teacher import CachedHidden
@@ -46,6 +46,8 @@ class HeadsModule(nn.Module):
         self.heads = heads
         self.temperature = temperature
         self.head_weights, self.num_heads = tuple(map(float, head_weights)), len(head_weights)
+        self.weigh: Weigh = None
+        """Function that returns a weight of each loss, or None for weights of 1."""
         self.progress = 0.0
         """Completed fraction of the run (0 to 1), which determines the weights of the objectives."""
         self._objective = parse_weights(objective)
@@ -80,7 +82,7 @@ class HeadsModule(nn.Module):
         features_XKD = self.features(batch, states_YD, rows_X)
         projections = [self.heads.projection(k) for k in range(self.num_heads)]
         arguments = (projections, labels_XK, teacher, teacher_rows_XK, self.temperature)
-        sums_K, counts_K = heads_mixture(weights, features_XKD, *arguments, output=self.heads.output)
+        sums_K, counts_K = heads_mixture(weights, features_XKD, *arguments, output=self.heads.output, weigh=self.weigh)
         return sums_K * torch.tensor(self.head_weights, device=sums_K.device), counts_K
 
     def features(self, batch: Batch, states_YD: Tensor, rows_X: Tensor) -> Tensor:

@@ -72,6 +72,7 @@ def test_training_on_cached_states_equals_live_states(
         ({"layers": [1, 0]}, r"in 0 to 1.*1, 0"),
         ({"architecture": "medusa", "layers": [1]}, r"layers.*medusa"),
         ({"architecture": "dflash", "num_layers": 0}, r"num_layers.*at least 1.*0"),
+        ({"architecture": "dflash", "slot_weights": "d-pace"}, r"d-pace.*cross-entropy"),
         ({"architecture": "dflash", "mask_token": 9999}, r"mask_token.*9999"),
     ],
     ids=str,
