@@ -93,7 +93,7 @@ def test_dynamic_weights_equal_their_formula(worker: ModuleType) -> None:
     assert gradient is not None
     total = torch.zeros(())
     for _, _, losses in plain_losses(task, batch, "cross-entropy"):
-        confidence = {slot: (1 + float((-loss).exp())) / 2 for slot, loss in losses.items()}
+        confidence = {slot: (1 + float((-loss.detach()).exp())) / 2 for slot, loss in losses.items()}
         for slot, loss in losses.items():
             weight = 0.0
             for last in range(slot, SLOTS + 1):
