@@ -110,10 +110,10 @@ class Proposer(ABC):
     """Maximum number of draft tokens per step, for proposers that draft chains."""
 
     def capacity(self, limits: Limits) -> tuple[int, int]:
-        """Return the maximum size and depth of a proposal. The default is for chains of `gamma` tokens.
+        """Return the maximum size and depth of a proposal (default: size and depth of a chain of `gamma` tokens).
 
         Returns:
-            Maximum number of nodes, including the root, and number of positions needed beyond the last new token.
+            Maximum number of nodes, including the root, and number of positions needed after the last new token.
         """
         return self.gamma + 1, self.gamma
 
@@ -128,7 +128,7 @@ class Proposer(ABC):
     def prefetch(self, context: "Context", verdict: Verdict, hidden_BND: Tensor) -> tuple[Tensor, ...]:
         """Compute tensors that the next proposal needs on the host, from the hidden states of the current tree.
 
-        They are copied to `Context.prefetched` together with the verdict. Profilers count this time as commit.
+        The engine copies these tensors to `Context.prefetched`. Profilers count their time as part of the commit phase.
         """
         return ()
 
@@ -240,7 +240,7 @@ class Context:
         return self.last_ids(1)
 
     def aux_before(self, count: int) -> Tensor:
-        """Return auxiliary hidden states [B, count, G] at the positions before each of the last `count` tokens."""
+        """Return the auxiliary hidden states [B, count, G] one position before each of the last `count` tokens."""
         assert self.aux_BSG is not None
         if len(self.lengths) == 1:
             return self.aux_BSG[:, self.lengths[0] - count - 1 : self.lengths[0] - 1]
@@ -324,7 +324,7 @@ class Context:
 
 
 def hidden_after(verdict: Verdict, hidden_BND: Tensor, hidden_size: int) -> Tensor:
-    """Return the hidden states [B, D] that predict the token after the accepted path."""
+    """Return the hidden states [B, D] that predict the token after the accepted path. D is `hidden_size`."""
     hidden_BND = hidden_BND[..., -hidden_size:]
     node_B1 = torch.nn.functional.pad(verdict.path_BK, (1, 0)).gather(1, verdict.accepted_B[:, None])
     return hidden_BND.gather(1, node_B1[..., None].expand(-1, 1, hidden_BND.shape[2]))[:, 0]

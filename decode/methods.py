@@ -67,7 +67,7 @@ def _drafter(parts: Parts) -> LanguageModel:
 
 
 def _longest(parts: Parts, gamma: int) -> int:
-    """Return the maximum number of draft tokens: `gamma`, or the tokens of a block if those are fewer (DFlash)."""
+    """Return the maximum number of draft tokens: `gamma`, or less if the drafter has shorter blocks (DFlash)."""
     return min(gamma, _drafter(parts).max_draft_tokens or gamma)
 
 

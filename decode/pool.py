@@ -39,7 +39,7 @@ class _Row:
 
 
 class Pool:
-    """Decoder that runs up to `rows` queued prompts at a time. Outputs equal those of `generate` with `Rng([seed])`."""
+    """Decoder for queued prompts, `rows` at a time. Each output equals that of `generate` with `Rng([seed])`."""
 
     def __init__(self, target: LanguageModel, rows: int, limits: Limits, sampling: Sampling) -> None:
         if rows < 1:

@@ -50,7 +50,7 @@ def method(
 
     Args:
         name: Name of a method in `methods.METHODS`.
-        drafter: Draft model on the target's device, or its directory or hub id. A loaded model is moved to the device.
+        drafter: Draft model on the target's device, or its directory or hub id, which is loaded to this device.
         more_drafters: Additional drafters, for methods that use several.
         heads: Prediction heads on the target's device and in its dtype, or their directory or hub id.
         table: Bigram counts, or their directory or hub id.
@@ -155,7 +155,7 @@ class CustomGenerate:
 
 
 class _Drafter:
-    """Draft model passed by the user. A directory or hub id is loaded, and moved to the target's device."""
+    """Draft model passed by the user: a model, or a directory or hub id that is loaded to the target's device."""
 
     def __init__(self, source: Any) -> None:
         source = getattr(source, "_orig_mod", source)  # unwrap torch.compile, since the engine has its own forwards
@@ -197,7 +197,7 @@ _TARGETS: WeakKeyDictionary[PreTrainedModel, _CachedTarget] = WeakKeyDictionary(
 
 
 def _scorer(model: PreTrainedModel, what: str, states: str | None) -> LanguageModel:
-    """Wrap a model for decoding, or return its cached wrapper if that is still valid for the weights and `states`."""
+    """Wrap a model for decoding. A cached wrapper is reused if weights and `states` have not changed."""
     if model.training:
         raise ValueError(f"the {what} is in training mode, where dropout changes its output: call its eval() first")
     state = _state(model)

@@ -119,11 +119,11 @@ def unpad_prompts(
 
 
 class OutputWriter:
-    """Writer of generated tokens, which writes one position of all rows at a time, as `generate` does.
+    """Writer of generated tokens, which adds one token to every row at a time, as `generate` does.
 
-    Rows that have ended are padded if a criterion has an `eos_token_id`. Otherwise they continue until the last row
-    ends, as in `generate`. The first `length` columns of `ids_BT` (int64, CPU) contain prompts and output. Raises
-    ValueError if a criterion has an `eos_token_id` but there is no padding token.
+    If a stopping criterion has an `eos_token_id`, rows that have ended are padded. Otherwise they continue until the
+    last row ends. The first `length` columns of `ids_BT` (int64, CPU) contain prompts and output. Raises ValueError if
+    a stopping criterion has an `eos_token_id` but there is no padding token.
     """
 
     def __init__(self, ids_BT: Tensor, criteria: Sequence[Any], config: Any, streamer: Any) -> None:

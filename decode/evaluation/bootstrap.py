@@ -15,13 +15,13 @@ Floats = NDArray[np.float64]
 
 
 def resample_weights(prompts: int, seed: int | Sequence[int] = 0, draws: int = RESAMPLES) -> Floats:
-    """Return how often each prompt occurs in each resample, [R, P]. Equal seeds give the same resamples."""
+    """Return how often each of P prompts occurs in each of R = `draws` bootstrap resamples, float64 [R, P]."""
     rng = np.random.default_rng(seed)
     return rng.multinomial(prompts, np.full(prompts, 1 / prompts), size=draws).astype(np.float64)
 
 
 def resampled_ratios(over_PG: Floats, under_PG: Floats, seed: int = 0) -> Floats | None:
-    """Return sum(over_PG) / sum(under_PG) of each resample, [R, G], or None if there are too few prompts."""
+    """Return sum(over) / sum(under) over prompts for each resample and column G, [R, G] (None for too few prompts)."""
     if len(over_PG) < MIN_PROMPTS:
         return None
     weight_RP = resample_weights(len(over_PG), seed)

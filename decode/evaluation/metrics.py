@@ -116,7 +116,7 @@ def find_impossible_value(entry: Mapping[str, Any], forwards: float = 1.0, slack
     """Return a message about the first impossible number of a measured entry, or None if all are possible.
 
     Numbers must be finite and at least 0, shares at most 1, and perplexities at least 1. The lower end of the speedup's
-    interval must be at most the tokens per iteration: `tokens_per_step` times `forwards` (plus 10 % for categories).
+    interval must be at most `tokens_per_step` · `forwards` (target forwards per iteration) · `slack` (tolerance).
     """
     for key, number in _numbers(entry):
         if not math.isfinite(number):

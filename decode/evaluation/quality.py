@@ -76,9 +76,9 @@ def common_subsequence(first: Sequence[str], second: Sequence[str]) -> int:
 
 @torch.inference_mode()
 def nearly_tied(target: LanguageModel, prompt: Sequence[int], text: Sequence[int], greedy: Sequence[int]) -> bool:
-    """Return whether two texts first differ at a near-tie: logits so close that rounding can change their order.
+    """Return whether `text` first differs from `greedy` at a near-tie: logits whose order rounding can change.
 
-    The limit is a fixed multiple of the dtype's precision, whereas certificates of losslessness measure the limit.
+    The limit is a fixed multiple of the dtype's precision. Certificates of losslessness measure the limit instead.
     """
     index = common_prefix(text, greedy)
     if index == min(len(text), len(greedy)):

@@ -55,7 +55,7 @@ class AuxiliaryStates:
     def set_aux_input(self, above_BMD: Tensor) -> None:
         """Set the hidden states that the next call of `extend` combines with its tokens.
 
-        The state for each token is that of the preceding position, from `fuse_aux` or from the drafter itself.
+        For each token, pass the state of the preceding position, which `fuse_aux` or the drafter has computed.
         """
         raise AssertionError("this model takes only tokens as input")
 
@@ -152,7 +152,7 @@ class LanguageModel(AuxiliaryStates, DraftVocabulary, CapturedForwards):
             stop: Index after the last new node (default: start + M).
 
         Returns:
-            Hidden states [B, M, D] of the kind `states`, or [B, M, G + D] with the inputs of `aux_layers` first.
+            Hidden states [B, M, D] (kind: `self.states`), or [B, M, G + D] with the inputs of `aux_layers` first.
 
         Raises:
             ValueError: The cache is too small, or the model does not support tree attention.
@@ -174,7 +174,7 @@ class LanguageModel(AuxiliaryStates, DraftVocabulary, CapturedForwards):
         return self._forward(cache, tokens_BM, positions_BM, mask_B1MS, start, end)
 
     def draft_forwards(self, widths: list[int]) -> list[tuple["LanguageModel", int]]:
-        """Return the models and token counts of the forwards that draft levels of a tree, each after `widths` nodes."""
+        """Return the model and token count of each drafting forward. Forward i runs on `widths[i]` nodes."""
         return [(self, width) for width in widths]
 
     def check_trees(self, method: str) -> None:

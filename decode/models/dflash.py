@@ -21,7 +21,7 @@ class DFlashDrafter(LeanDecoder):
     """Drafter that runs `DFlashHeads` with attached target weights (see `AuxiliaryHeads.attach`).
 
     Its cache holds keys and values of committed tokens, which are projections of the target's hidden states. `extend`
-    returns logits in the place of hidden states, since one product computes those of a whole block.
+    returns logits instead of hidden states, because one matrix product computes the logits of a whole block.
 
     The weights are prepared once, so create a new drafter after changing them.
     """
@@ -63,7 +63,7 @@ class DFlashDrafter(LeanDecoder):
             cache.write(index, key_BHME, value_BHME, 0)
 
     def draft_block(self, cache: KVCache, root_B1: Tensor, count: int) -> Tensor:
-        """Return the logits [B, count, R] of the `count` tokens after the root, which follows the cached tokens."""
+        """Return logits [B, count, R] over the draft vocabulary for the `count` tokens after the root."""
         masks_BK = torch.full_like(root_B1, self._mask_token).expand(-1, count)
         return self.extend(cache, torch.cat((root_B1, masks_BK), 1))[:, 1:]
 
@@ -77,6 +77,6 @@ class DFlashDrafter(LeanDecoder):
         return [(self, 1 + len(widths))]
 
     def _mask(self, cache: KVCache, bias_BMn: Tensor | None, start: int, stop: int, end: int) -> Tensor | None:
-        """Return a mask that allows each token of the block all committed tokens and the whole block."""
+        """Return a mask with which each token attends to all committed tokens and to the whole block."""
         all_1Mn = torch.zeros(1, stop - start, stop, device=self.device)
         return LanguageModel._mask(self, cache, all_1Mn, start, stop, end)

@@ -85,7 +85,7 @@ def tolerances_of(model: Any) -> tuple[float, float]:
 def check_close(
     actual_XV: Tensor, expected_XV: Tensor, model: Any, what: str, tolerance: float, noise: Callable[[], float] = float
 ) -> None:
-    """Raise ValueError if logits are not finite, or `relative_rms` exceeds both `tolerance` and `noise()`."""
+    """Raise ValueError if logits are not finite, or their `relative_rms` exceeds `tolerance` and `noise()`."""
     check_finite(torch.stack((expected_XV, actual_XV)), model)
     difference = relative_rms(actual_XV, expected_XV)
     if not difference <= tolerance and not difference <= (tolerance := max(tolerance, noise())):
@@ -95,7 +95,7 @@ def check_close(
 def relative_rms(actual_XV: Tensor, expected_XV: Tensor) -> float:
     """Return the RMS difference between logits, relative to the expected logits' standard deviation.
 
-    The result is the maximum over all rows. Infinite logits are ignored. It does not grow with the vocabulary size.
+    The result is the maximum over all rows, and does not grow with the vocabulary size. Infinite logits are ignored.
     """
     is_finite_XV = expected_XV.isfinite() & actual_XV.isfinite()
     count_X1 = is_finite_XV.sum(-1, keepdim=True).clamp(min=1)

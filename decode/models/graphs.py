@@ -117,7 +117,7 @@ class _Shape(_Replayed):
     """
 
     def __init__(self, model: LanguageModel, cache: KVCache, count: int, tree_width: int, end: int) -> None:
-        """Create the buffers. `tree_width` is W for a tree. For a chain, `tree_width` is 0 and W is `count` + 2."""
+        """Create the buffers. The number W of bias columns is `tree_width`, or `count` + 2 if it is 0 (for a chain)."""
         super().__init__()
         self._model, self._cache, self._end = model, cache, end
         width = tree_width or count + 2

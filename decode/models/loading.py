@@ -172,7 +172,7 @@ def _noise(model: PreTrainedModel, ids_1T: Tensor) -> float:
 
 
 def _rounding(model: PreTrainedModel, ids_1T: Tensor) -> float:
-    """Return the `relative_rms` of a model's last logits and those with layer outputs that are rounded differently.
+    """Return the `relative_rms` between a model's last logits with and without perturbed layer outputs.
 
     Roundings inside the layers have a larger effect, which `_NOISY` accounts for.
     """

@@ -36,7 +36,7 @@ class SourceCache(KVCache):
     """Tree of the current forward. None for a chain."""
 
     def positions(self, end: int) -> Tensor:
-        """Return the position of the token in each slot, [B or 1, end]. Only in trees, it differs from the slot."""
+        """Return the position of the token in each slot, [B or 1, end]. Position and slot differ only in trees."""
         slots_1S = torch.arange(end, device=self.device)[None]
         if self.tree is None:
             return slots_1S
@@ -82,7 +82,7 @@ class Seq2SeqModel(LanguageModel):
 
     @torch.no_grad()
     def _bias_table(self, attention: Any) -> Tensor | None:
-        """Return the position bias of each distance, [H, R], or None if the layer reuses an earlier layer's bias."""
+        """Return the position bias of all R distances, [H, R], or None if the layer reuses an earlier layer's bias."""
         if not attention.has_relative_attention_bias:
             return None
         bias_1H1R = attention.compute_bias(1, self._farthest + 1, past_seen_tokens=self._farthest)

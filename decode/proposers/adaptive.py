@@ -53,7 +53,10 @@ class AdaptiveChain(DrafterProposer):
         return self._draft.run_captured(self._tree, (self._threshold, context.sampling), grow, *inputs)
 
     def _grow(self, sampling: Sampling, hidden_BD: Tensor, open_B: Tensor, *chances: Tensor) -> tuple[Tensor, ...]:
-        """Draft a chain. Return confidences, tokens, a mask of valid tokens and, above temperature 0, distributions."""
+        """Draft a chain in the rows `open_B`, sampled with the random numbers `chances` above temperature 0.
+
+        Returns confidences, tokens, a mask of valid tokens and, above temperature 0, distributions.
+        """
         stops = not self.model.is_async
         confidences, tokens, valid, probs = list[Tensor](), list[Tensor](), list[Tensor](), list[Tensor]()
         hidden_BMD = hidden_BD[:, None]
@@ -93,8 +96,8 @@ class OracleChain(AdaptiveChain):
     """Proposer of chains of optimal length for the true acceptance rates, an upper bound for adaptive drafting.
 
     A chain of γ tokens with acceptance rates β₁, β₂ … yields 1 + Σ β₁⋯βᵢ tokens in the time of 1 + cγ target forwards
-    (arXiv 2211.17192, section 3.5). It grows as long as this ratio increases. The forwards that compute the true rates
-    Σ min(p, q) are not counted.
+    (arXiv 2211.17192, section 3.5). Drafting stops when another token would not increase tokens per time. The forwards
+    that compute the true rates Σ min(p, q) are not counted.
 
     Args:
         draft_cost: Cost c of a forward of the drafter, relative to a forward of the target.

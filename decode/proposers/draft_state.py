@@ -163,7 +163,7 @@ class DraftState:
 class BlockState(DraftState):
     """Cache of a drafter that drafts a block of tokens with one forward (`DFlashDrafter`).
 
-    All nodes of a level have the same logits. The hidden states that `read_root` and `grow` return are these logits.
+    All nodes of a level have the same logits. `read_root` and `grow` return these logits instead of hidden states.
     """
 
     model: DFlashDrafter
@@ -187,7 +187,7 @@ class BlockState(DraftState):
         self._read = [length - 1 for length in context.lengths]
 
     def read_root(self, context: Context) -> Tensor:
-        """Add the tokens committed since the last proposal, and draft a block. Return the first logits [B, R]."""
+        """Add newly committed tokens to the cache, and draft a block. Return the logits [B, R] of its first token."""
         ends = [length - 1 for length in context.lengths]
         if pending := max(end - read for end, read in zip(ends, self._read, strict=True)):
             # Rows with fewer new tokens add some again. What short rows add after their end is overwritten.
@@ -203,7 +203,7 @@ class BlockState(DraftState):
         return self._logits_BKR[:, 0]
 
     def grow(self, tokens_BM: Tensor, tree: Tree, start: int) -> Tensor:
-        """Return the logits [B, M, R] after nodes start to start + M - 1, which depend on their depths only."""
+        """Return the logits [B, M, R] after nodes start to start + M - 1. They depend only on the depth of a node."""
         depth_BM = tree.depth_BN[:, start : start + tokens_BM.shape[1]].clamp(max=self._depth - 1)
         rows_B1 = torch.arange(len(tokens_BM), device=tokens_BM.device)[:, None]
         return self._logits_BKR[rows_B1, depth_BM]
@@ -222,7 +222,7 @@ def draft_state(
 ) -> DraftState:
     """Return the state of a drafter for trees of `max_nodes` nodes and `max_depth` levels.
 
-    `own_depth` is the number of levels that the drafter drafts, if other nodes precede them.
+    `own_depth` is the number of levels that the drafter drafts, if nodes of another source precede these levels.
     """
     if isinstance(model, DFlashDrafter):
         return BlockState(model, context, own_depth or max_depth)

@@ -101,7 +101,8 @@ class DraftTree(DrafterProposer):
     def _grow(self, sampling: Sampling, hidden_BD: Tensor, *chances: Tensor) -> tuple[Tensor, ...]:
         """Draft the tokens of all levels. Return the tokens and the values to check for NaN.
 
-        Above temperature 0, also return the distributions and, if nodes may be missing, a mask of existing nodes.
+        Above temperature 0, `chances` are random numbers for each level. The distributions and, if nodes may be
+        missing, a mask of existing nodes are returned too.
         """
         hidden_BMD, first = hidden_BD[:, None], 1
         levels = list[tuple[Tensor, ...]]()

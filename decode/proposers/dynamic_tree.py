@@ -174,7 +174,7 @@ class DynamicTree(DrafterProposer):
     def _add(
         self, nodes: _Nodes, num_suffix: int, depth: int, parent_BA: Tensor, tokens_BAW: Tensor, joint_BAW: Tensor
     ) -> _Nodes:
-        """Add the candidates of a level. If a candidate is a suffix node, only that node's probability is raised."""
+        """Add candidates of one level to `nodes`. A candidate that is a suffix node only raises its probability."""
         tokens_BX, joint_BX = tokens_BAW.flatten(1), joint_BAW.flatten(1)
         parents_BX = parent_BA[..., None].expand_as(tokens_BAW).flatten(1)
         if num_suffix > 1:
@@ -189,9 +189,9 @@ class DynamicTree(DrafterProposer):
     def _next_level(
         self, nodes: _Nodes, num_suffix: int, parent_BA: Tensor, share_BA: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Select the best children of the nodes of the previous level, at most `width`.
+        """Select the best children of the previous level's nodes, at most `width`.
 
-        The result contains their numbers, their joint probabilities (0 if they are not extended), and the positions of
+        Returns the children's node numbers, their joint probabilities (0 if they are not extended), and the indices of
         their parents in the previous level, [B, A] each.
         """
         order_BN = self._order(nodes)
@@ -207,7 +207,7 @@ class DynamicTree(DrafterProposer):
         return parent_BA, share_BA, under_BNA.int().argmax(2).gather(1, first_BA)
 
     def _order(self, nodes: _Nodes) -> Tensor:
-        """Return numbers of the root and best nodes, [B, N], by descending probability. Parents precede children."""
+        """Return the indices of the root and the best nodes, [B, N], by descending joint probability, parents first."""
         return nodes.joint_BT.sort(dim=1, descending=True, stable=True).indices[:, : 1 + self.max_nodes]
 
     def _best(self, nodes: _Nodes) -> tuple[Tensor, Tensor, Tensor]:

@@ -48,7 +48,7 @@ class _Row:
     drafter: _Continuations = field(default_factory=dict)
 
     def advance(self, most: int, levels: int, stop_ids: frozenset[int]) -> None:
-        """Advance the search as long as the target's distribution after every beam is known."""
+        """Extend the `most` best beams, up to `levels` tokens, while the target has been run on all of them."""
         while not self.ended(levels) and all(beam.ended or beam.node is not None for beam in self.beams):
             candidates: list[tuple[np.float32, int, int]] = []
             for number, beam in enumerate(self.beams):
@@ -68,7 +68,7 @@ class _Row:
         return _Beam(score, node, beam.node, (*beam.tokens, token), token in stop_ids)
 
     def look_up(self) -> None:
-        """Set the node of each beam whose last token has been run since the beam was created."""
+        """Set the tree node of each beam on whose last token the models have run since the beam was created."""
         for number, beam in enumerate(self.beams):
             if beam.node is None and not beam.ended:
                 self.beams[number] = beam._replace(node=self.nodes.get((beam.parent, beam.tokens[-1])))
@@ -121,7 +121,7 @@ class SpeculativeBeam(Proposer):
         return Proposal(Tree.chain(self._levels).to(device), tokens_BN, target_forwards=forwards)
 
     def _look_ahead(self, rows: list[_Row]) -> None:
-        """Run both models on new beams, and on the drafter's most likely continuations of all beams."""
+        """Run both models on the last tokens of new beams, and on the drafter's likely continuations of all beams."""
         start, tokens = len(self._parents[0]), [list[int]() for _ in rows]
         new_nodes = [list[int]() for _ in rows]
         searched = [[] if row.ended(self._levels) else [beam for beam in row.beams if not beam.ended] for row in rows]
@@ -191,7 +191,7 @@ class SpeculativeBeam(Proposer):
         nodes: list[list[int]],
         start: int = 0,
     ) -> None:
-        """Store the most likely continuations of `nodes`. `hidden_BMD` are hidden states from node `start` on."""
+        """Store the `most` likeliest next tokens of `nodes`. `hidden_BMD` are hidden states from node `start` on."""
         logits_BMV = state.model.logits(hidden_BMD).float()
         source = "the target's" if state is self._target else "the drafter's"
         top = logits_BMV.log_softmax(-1).topk(min(most, logits_BMV.shape[-1]), -1)

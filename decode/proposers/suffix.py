@@ -48,7 +48,7 @@ class Node(NamedTuple):
 
 
 class _Path(NamedTuple):
-    """Path from the root, with the matches whose continuations start with this path."""
+    """Path from the root, and the earlier matches that are followed by the tokens of this path."""
 
     depth: int
     match: int
@@ -190,7 +190,7 @@ class SuffixTree(Proposer):
 
 
 def proposal_of(rows: Sequence[tuple[list[int], list[int]]], root_B1: Tensor, levels: int) -> Proposal:
-    """Create a proposal from the parents and tokens of each row's nodes below the root. Parents precede children."""
+    """Create a proposal with `levels` levels from each row's nodes (parents and tokens), parents before children."""
     device, most = root_B1.device, max(len(tokens) for _, tokens in rows)
     parents_BN = np.full((len(rows), 1 + most), -1)
     tokens_BN = np.zeros((len(rows), most), dtype=np.int64)

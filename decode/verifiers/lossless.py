@@ -206,9 +206,9 @@ class Traversal(Verifier):
     """Traversal verifier, which accepts whole paths of a sampled tree, from the leaves to the root.
 
     Source: Weng et al. 2025, arXiv 2505.12398, algorithm 1. For a chain this is block verification (`ExactBlock`). The
-    root is accepted with probability h = 1, and a child x with min(h P(x) / Q(x), 1), where h, P and Q are the current
-    values of its parent. All nodes below x are tried before x. A rejected child leaves its parent the mass Z = Σ [h P −
-    Q]+. Then h becomes Z / (Z + 1 − h), P becomes the normalised residual, and Q loses the child if it was sampled
+    root is accepted with probability h = 1, and a child x with min(h P(x) / Q(x), 1), where h and the distributions P
+    (target) and Q (drafter) belong to its parent. All nodes below x are tried before x. A rejection leaves the parent
+    the mass Z = Σ [h P − Q]+. Then h becomes Z / (Z + 1 − h), P the normalised residual, and Q loses x if x was drawn
     without replacement. The token after the accepted node is sampled from its P. Deterministic drafts use `ExactChain`.
     Nodes may be missing if this depends only on their prefix, because the proof proceeds node by node from the leaves.
     """

@@ -99,7 +99,7 @@ def check_heldout(section: DataSection) -> None:
 
 
 def lint_data(section: DataSection, tokenizer: Any) -> list[str]:
-    """Check the rendered documents, print examples, and return a message for each share below its minimum."""
+    """Check the rendered documents and print examples. Return a message if too few are clean or supervised."""
     template = get_template(section.template, tokenizer, section.template_options)
     linter = Linter(tokenizer, template)
     render = Renderer(template, tokenizer, section.block_tokens, last_turn_only=section.last_turn_only)
@@ -252,7 +252,7 @@ def _read_part(
 
 
 def _has_few_ids(section: DataSection, part: SourceSection) -> bool:
-    """Check if a corpus must be split by hashes of its ids (held-out share, weight) but has too few distinct ids."""
+    """Check if a corpus must be split by hashes of its conversation ids, but has too few distinct ids."""
     is_divided = part.weight % 1 or (section.heldout_source is None and section.heldout_share)
     return bool(is_divided) and has_few_ids(_read_part(section, part, CorpusReport()))
 

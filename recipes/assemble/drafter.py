@@ -160,7 +160,7 @@ def parallel_of(recipe: DrafterRecipe, model: PreTrainedModel, prepared: Prepare
 def choose_mask(field: str, token: int | None, prepared: Prepared, vocab: int, name: str) -> int:
     """Return the mask token: `token`, or the rarest token of the data. Raise ValueError if it exceeds the vocabulary.
 
-    `field` is the field of the recipe that sets it, and `name` the role in log messages.
+    `field` (the recipe field that sets the token) and `name` (the model's role) appear in messages.
     """
     if token is None:
         counts = prepared.train.token_counts(trained=False)

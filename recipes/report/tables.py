@@ -91,7 +91,7 @@ class Table:
 
 
 def number(value: Any, digits: int = 2) -> str:
-    """Format a finite number with a number of decimals. Any other value, including NaN, becomes a dash."""
+    """Format a finite number with `digits` decimals. Any other value, including NaN, becomes a dash."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         return DASH
     return f"{value:,.{digits}f}"
@@ -110,7 +110,7 @@ def interval_cell(pair: Any, digits: int = 2) -> Cell:
 
 
 def metric_of(row: Row, metric: str) -> float | None:
-    """Return the number at a dotted path in a row (`flops_per_token.total`), or None if there is no number."""
+    """Return the number at a dotted path in a row, such as `flops_per_token.total`, or None if there is none."""
     value: Any = row
     for part in metric.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None

@@ -15,7 +15,7 @@ _BRANCH = "DrafterRecipe]"
 
 
 def checked(model: type[Model], values: Any, under: str = "") -> Model:
-    """Validate the values of a section. Raise ValueError with the paths of invalid keys, with the prefix `under`."""
+    """Validate the values of a section. Raise ValueError with the paths of invalid keys, each prefixed with `under`."""
     try:
         return model.model_validate(values)
     except ValidationError as error:
@@ -42,7 +42,7 @@ def describe(model: type[BaseModel], fault: Any, under: str = "") -> str:
 
 
 def _keys(model: type[BaseModel], under: str) -> Iterator[str]:
-    """Yield the dotted paths of all keys of a section and its subsections, with the prefix `under`."""
+    """Yield the dotted paths of all keys of a section and its subsections, each prefixed with `under`."""
     for name, item in model.model_fields.items():
         path = f"{under}.{name}" if under else name
         yield path

@@ -26,7 +26,7 @@ class MethodSection(Section):
 
 
 def every_row(parts: Container[str], at: float, temperature: float | None) -> list[MethodSection]:
-    """Return a row for each method and variant that the artifacts `parts` support at the temperature `at`."""
+    """Return rows with this `temperature` for each method variant that `parts` support at the temperature `at`."""
     from ...decode.methods import all_rows
 
     suffix = "" if temperature is None else f" T={temperature:g}"
@@ -167,7 +167,7 @@ class EvaluateRecipe(_Decoding):
 
 
 class CorpusSection(Section):
-    """Corpus of a quickstart, which consists of the documentation of installed Python packages, and files."""
+    """Corpus of a quickstart: the documentation of installed Python packages, and additional files."""
 
     packages: list[str] = Field(min_length=1)
     """Packages to read in addition to the standard library; missing ones are skipped and logged."""

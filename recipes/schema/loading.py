@@ -77,13 +77,13 @@ _Loader.add_implicit_resolver(
 
 
 def shipped_recipes() -> dict[str, Path]:
-    """Return a mapping from the names of shipped recipes (`drafter/vicuna-68m`) to their files."""
+    """Return a mapping from the names of shipped recipes, such as `drafter/vicuna-68m`, to their files."""
     recipes = {str(path.relative_to(SHIPPED).with_suffix("")): path for path in sorted(SHIPPED.rglob("*.yaml"))}
     return {name: path for name, path in recipes.items() if not name.startswith("launch/")}
 
 
 def launch_settings() -> dict[str, Path]:
-    """Return a mapping from the names of shipped launch settings (`accelerate/zero2`) to their files."""
+    """Return a mapping from the names of shipped launch settings, such as `accelerate/zero2`, to their files."""
     paths = sorted(path for path in (SHIPPED / "launch").glob("*/*") if path.suffix in (".yaml", ".json"))
     return {f"{path.parent.name}/{path.stem}": path for path in paths}
 

@@ -147,7 +147,7 @@ class TrainSection(_Loop):
     """Experiment trackers to log to, in addition to the log file."""
 
     def fit_config(self, steps: int, keep_best: str | None) -> FitConfig:
-        """Return the settings of the training loop for a number of steps and a metric that selects the weights."""
+        """Return the settings of the training loop. `keep_best` is the metric that selects the best weights."""
         names = (item.name for item in fields(FitConfig) if item.name not in ("steps", "keep_best"))
         return FitConfig(steps=steps, keep_best=keep_best, **{name: getattr(self, name) for name in names})
 

@@ -9,7 +9,7 @@ from .terminal import Advance, bar, log
 
 
 class Stoppable(StopSignals):
-    """Signal handler that stops the command `title` after the current step. Log messages end with `further`."""
+    """Signal handler that stops the command `title` after the current step. `further` ends the logged message."""
 
     def __init__(self, title: str, further: str = "; the same command resumes from here") -> None:
         super().__init__()

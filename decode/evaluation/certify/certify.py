@@ -256,9 +256,9 @@ class _Run:
         cert.power |= {f"detectable_bias_{power}": 1 - (1 - power / 100) ** (1 / decided) for power in (80, 99)}
 
     def write(self, numbers: Sequence[int], planned: int) -> list[list[int]]:
-        """Decode prompts, or load their outputs from an earlier run, and check the lengths of the outputs.
+        """Decode the prompts with these indices, or load outputs of an earlier run, and check the output lengths.
 
-        An output must end with its first stop token or at the token limit, as in autoregressive decoding.
+        An output must end with its first stop token or at the token limit. `planned` is the total for progress reports.
         """
         cert, prompts = self.cert, [self.prompts[number] for number in numbers]
 
@@ -300,7 +300,7 @@ class _Run:
         self.cert.undecided = (self.cert.undecided or 0) + undecided
 
     def sampled(self) -> None:
-        """Decode and test until the result is clear. Four rows share each prompt to detect shared random numbers."""
+        """Decode and test in stages until the verdict is clear. Four rows per prompt reveal shared random numbers."""
         cert = self.cert
         cert.planned = self.plan.tokens
         for share in INTERIM_SHARES + EXTRA_SHARES:
@@ -338,7 +338,7 @@ class _Run:
         self.cert.tests = [{"order": order} | result._asdict() | {"level": level} for order, result in results]
 
     def joint(self, rows: int) -> Result:
-        """Test the joint distribution of the first tokens in the first `rows` outputs, for each prompt."""
+        """Test the first tokens of the first `rows` outputs against their joint distribution under the reference."""
         for prompt in self.prompts[len(self.distributions) :]:
             settings = (self.sampling, self.limits.stop_ids, _LENGTH)
             self.distributions.append(joint_distribution(self.reference, prompt, *settings))
@@ -349,7 +349,7 @@ class _Run:
         return joint_test(self.distributions, outcomes)
 
     def judge_sampled(self, numbers: Sequence[int], outputs: list[list[int]]) -> None:
-        """Add test statistics of the outputs to the evidence for each order of the vocabulary."""
+        """Compute the test statistics of generated tokens for each order of the vocabulary, and store them."""
         self.texts += zip(numbers, outputs, strict=True)
         if not any(outputs):
             return
@@ -386,7 +386,7 @@ class _Run:
     def judge_support(
         self, logits_CV: Tensor, probs_CV: Tensor, token_C: Tensor, positions: Sequence[tuple[int, int]]
     ) -> None:
-        """Add a finding for each token with probability 0 after warping, of kind "edge" if rounding explains it."""
+        """Add a finding for each token that warping excludes: "edge" if rounding explains it, otherwise "outside"."""
         for index in torch.nonzero(probs_CV.gather(1, token_C[:, None])[:, 0] == 0)[:, 0].tolist():
             logits_V, token, (number, position) = logits_CV[index].float(), int(token_C[index]), positions[index]
             is_kept = within_rounding(logits_V, token, self.sampling, self.cert.rounding.near_tie)
@@ -395,7 +395,7 @@ class _Run:
 
 
 def repeated_draws(rng: Rng) -> int:
-    """Draw random numbers for up to 16 rows, and count the repeated pairs of successive numbers (53 bits each)."""
+    """Draw numbers for up to 16 rows, and count pairs of successive numbers that repeat (by chance: almost never)."""
     draws_BU = torch.cat([rng.uniform(1000)[:16] for _ in range(3)], 1).cpu().contiguous().numpy()
     return draws_BU.size // 2 - len(np.unique(draws_BU.view(np.complex128)))
 

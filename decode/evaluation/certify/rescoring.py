@@ -131,7 +131,7 @@ def judge_probs(logits_XV: Tensor, sampling: Sampling) -> Tensor:
 def joint_distribution(
     model: LanguageModel, prompt: Sequence[int], sampling: Sampling, stops: Sequence[int], length: int
 ) -> np.ndarray:
-    """Return the probability of each continuation of `length` tokens, float64 [L]. Tokens after a stop token are 0."""
+    """Return the probability of each of the L sequences of `length` tokens. Only token 0 can follow a stop token."""
     paths = list(itertools.product(range(model.vocab_size), repeat=length))
     hidden_XD = teacher_force(model, [prompt] * len(paths), paths).hidden_XD
     path_LX = torch.tensor(paths, device=hidden_XD.device)
@@ -150,10 +150,10 @@ def make_draft_scorer(
     reading: TextStates,
     vocab: int,
 ) -> Callable[[slice], Tensor] | None:
-    """Return a function that maps a slice of tokens to the proposer's scores of the vocabulary, [C, V].
+    """Return a function that maps a slice of C tokens to the proposer's scores of the vocabulary, [C, V].
 
-    Scores are the mean probabilities of all drafters, those of the first head, or one-hot vectors of the tokens that
-    lookup finds. Returns None for other proposers and for drafters that need auxiliary hidden states.
+    Scores are the probabilities of the drafters (mean), first head or table, or one-hot vectors of tokens that lookup
+    finds. `reading` contains the target's hidden states. Returns None for drafters that need auxiliary hidden states.
     """
     if isinstance(proposer, (AdaptiveChain, DraftBeam, DraftChains, DraftTree, DynamicTree, ParallelChain)):
         models = proposer.models if isinstance(proposer, DraftChains) else (proposer.model,)

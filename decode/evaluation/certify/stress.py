@@ -131,7 +131,7 @@ def _sizes(options: Options) -> tuple[int, int]:
 
 @cache
 def make_small_pair(vocab: int = _VOCAB, heads: int = _HEADS, device: str = "cpu", drafter: str = "near") -> SmallPair:
-    """Create a small pair. Drafters are noisy copies of the target. Table and heads are fitted to its outputs."""
+    """Create a small target, drafters of a kind in `Check.drafter`, and heads and a table fitted to its outputs."""
     model = _llama(vocab, 0, 0.0).to(device)
     target, judge = wrap_model(model, check=False), make_judge(model)
     models = [_llama(vocab, seed, 0.1 if drafter in ("near", "trimmed") else 1.0).to(device) for seed in (1, 2)]

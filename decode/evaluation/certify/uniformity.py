@@ -38,14 +38,14 @@ class Result(NamedTuple):
 
 @dataclass
 class Evidence:
-    """Test statistics of all outputs for one order of the vocabulary."""
+    """Test statistics of all generated tokens, computed with one order of the vocabulary."""
 
     rows: list[np.ndarray] = field(default_factory=list)
     """Test statistics of each row, float64 [3, tokens]: u; the excess 1{y in S} - p(S), where S is the set of favoured
     tokens; and the variance of the excess, p(S) (1 - p(S))."""
 
     def first(self, tokens: int) -> "Evidence":
-        """Return the evidence of the first `tokens` tokens, so that the sample size does not depend on the content."""
+        """Return the evidence of the first `tokens` tokens. Tests require a sample size that is fixed in advance."""
         evidence = Evidence()
         for row in self.rows:
             if tokens <= 0:
@@ -67,11 +67,11 @@ class Evidence:
 
 
 def transform(probs_XV: Tensor, scores_XV: Tensor, token_X: Tensor, uniform_X: Tensor) -> Tensor:
-    """Compute u of each token, float64 [X]. The vocabulary is ordered by descending score, then by token id.
+    """Compute u of each token (see the module docstring), float64 [X], with the vocabulary in descending score order.
 
     Args:
         probs_XV: Distributions that the tokens should follow, float64. Each sums to 1.
-        scores_XV: Scores of the vocabulary, which must not depend on the tokens.
+        scores_XV: Scores that order the vocabulary (ties: by token id). They must not depend on the tokens.
         token_X: Token ids.
         uniform_X: Uniform random numbers in [0, 1), float64, which must not be used for anything else.
     """
@@ -84,20 +84,20 @@ def transform(probs_XV: Tensor, scores_XV: Tensor, token_X: Tensor, uniform_X: T
 
 
 def favoured_excess(probs_XV: Tensor, favoured_XV: Tensor, token_X: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the excess 1{y in S} - p(S) and its variance, float64 [X] each. `favoured_XV` is the mask of S."""
+    """Return the excess 1{y in S} - p(S) of each token y, and its variance. `favoured_XV` masks the favoured set S."""
     share_X = (probs_XV * favoured_XV).sum(1).clamp(0, 1)
     inside_X = favoured_XV.gather(1, token_X[:, None])[:, 0].double()
     return inside_X - share_X, share_X * (1 - share_X)
 
 
 def uniformity_tests(evidence: Evidence, rng: np.random.Generator) -> list[Result]:
-    """Run all of `TESTS` on the hypothesis that tokens follow p. P-values are not corrected for multiple tests.
+    """Run all of `TESTS` of the hypothesis that tokens follow the target. P-values are not corrected.
 
     - bins: chi-square test of u over equal bins.
     - kolmogorov-smirnov: largest distance D between the distribution function of u and the diagonal,
       p ≤ 2 exp(-2 n D²) (Massart 1990, valid for every n).
-    - neighbours, next neighbours, two apart: chi-square tests over a grid for pairs of u in a row: (1, 2), (3, 4), …;
-      (2, 3), (4, 5), …; and (1, 3), (2, 4), …. They detect random numbers that tokens share.
+    - neighbours, next neighbours, two apart: chi-square tests over a grid for the u of pairs of tokens: (1, 2), (3, 4),
+      …; (2, 3), (4, 5), …; and (1, 3), (2, 4), …. They detect random numbers that tokens share.
     - rows: sums of products of centred u at the same position of two rows, for each distance between rows up to
       `_MAX_LAG`. The smallest p-value is multiplied by the number of distances. Detects rows that share random numbers.
     - favoured: sum s of the excess, p ≤ 2 exp(-v h(s / v)) with h(x) = (1 + x) log(1 + x) - x and summed variance v
@@ -105,8 +105,8 @@ def uniformity_tests(evidence: Evidence, rng: np.random.Generator) -> list[Resul
 
     Args:
         evidence: Test statistics of the tokens.
-        rng: Generator that draws a partner for the last token of a row if it has none. Omitting this token would favour
-            texts that continue.
+        rng: Generator of values for the missing partner of a row's last token, if its pair is incomplete. Omitting such
+            tokens would favour texts that continue.
     """
     uniform_X, excess_X, variance_X = evidence.joined
     uniforms, sorted_X, index_X = [row[0] for row in evidence.rows], np.sort(uniform_X), np.arange(len(uniform_X))
@@ -126,7 +126,7 @@ def uniformity_tests(evidence: Evidence, rng: np.random.Generator) -> list[Resul
 
 
 def _pairs(row: np.ndarray, lag: int, rng: np.random.Generator) -> np.ndarray:
-    """Return disjoint pairs of values of u at distance `lag` in a row, [2, pairs]."""
+    """Return disjoint pairs of a row's values of u at distance `lag`, [2, pairs]. `rng` draws missing values."""
     row = np.append(row, rng.random(-len(row) % (2 * lag)))
     return row.reshape(-1, 2, lag).transpose(1, 0, 2).reshape(2, -1)
 
@@ -145,8 +145,8 @@ def _test_cells(test: str, pieces: Sequence[np.ndarray], max_sides: int) -> Resu
 def test_rows(rows: Sequence[np.ndarray]) -> Result:
     """Test whether rows are independent, by correlations of u (see the module docstring) at each lag between rows.
 
-    With x = 2 u - 1, which lies in [-1, 1] and has mean 0, the products x_r x_{r+d} are martingale differences whose
-    variance is x_r² / 3 given the earlier rows (Freedman 1975).
+    With x = 2 u - 1, which lies in [-1, 1] and has mean 0, the products x_r x_{r+d} of rows r and r + d are martingale
+    differences whose variance is x_r² / 3 given the earlier rows (Freedman 1975).
     """
     count, length = len(rows), max(map(len, rows), default=0)
     x_RT, exists_RT = np.zeros((count, length)), np.zeros((count, length))
@@ -162,7 +162,7 @@ def test_rows(rows: Sequence[np.ndarray]) -> Result:
 
 
 def joint_test(laws: Sequence[np.ndarray], outcomes: Sequence[Sequence[int]]) -> Result:
-    """Run a chi-square test of whether the continuations of each prompt follow their probabilities [L]."""
+    """Run a chi-square test of whether the `outcomes` (indices) of each prompt follow its probabilities in `laws`."""
     statistic, freedom = 0.0, 0
     for law_L, outcome in zip(laws, outcomes, strict=True):
         observed_L, expected_L = np.bincount(outcome, minlength=len(law_L)), law_L / law_L.sum() * len(outcome)
@@ -175,7 +175,7 @@ def joint_test(laws: Sequence[np.ndarray], outcomes: Sequence[Sequence[int]]) ->
 
 
 def martingale_p(total: float, variance: float) -> float:
-    """Return an upper bound on the p-value of a sum of martingale differences of at most 1 (Freedman 1975)."""
+    """Return an upper bound on the p-value of `total`, a sum of martingale differences in [-1, 1] (Freedman 1975)."""
     size = abs(total)
     if size < 1e-9:
         return 1.0
@@ -194,7 +194,7 @@ def detectable_bias(tokens: int, level: float, power: float, variance: float = 0
         tokens: Number of tokens tested.
         level: P-value below which the test rejects.
         power: Probability of detection.
-        variance: Mean of p(S) (1 - p(S)), at most 1/4.
+        variance: Mean of p(S) (1 - p(S)), at most 1/4, where p(S) is the probability of the favoured tokens.
     """
     if not tokens:
         return 1.0

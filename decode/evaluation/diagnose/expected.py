@@ -35,7 +35,7 @@ class ServerPrediction(NamedTuple):
 
 
 def predict_server(row: Mapping[str, Any], prompt_tokens: dict[str, int], same_length: bool) -> ServerPrediction:
-    """Predict a server's results from an evaluation row. `same_length` is True if their token limits are equal."""
+    """Predict a server's results from an evaluation row. `same_length`: whether both runs have the same token limit."""
     texts = row["by_prompt"] if same_length else []
     measured = {text["prompt"]: (text["tokens"], text["steps"]) for text in texts if text["steps"]}
     return ServerPrediction(row["label"], draft_length(row), row["acceptance_by_depth"], prompt_tokens, measured)

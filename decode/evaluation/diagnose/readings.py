@@ -70,9 +70,9 @@ class Reading(NamedTuple):
 
 
 def list_readings(config: dict[str, Any], target: Any) -> list[Reading]:
-    """List the readings to test for heads with this config and a target with this configuration.
+    """List the readings (input choices) to test for heads with this config and a target with this configuration.
 
-    The config's own reading comes first, then those of engines and of common mistakes.
+    The reading in the config comes first, followed by readings that engines use or that result from common mistakes.
     """
     count = target.num_hidden_layers
     named, normed = trained_layers(config, count), bool(config.get(NORMED))
@@ -97,7 +97,7 @@ def list_readings(config: dict[str, Any], target: Any) -> list[Reading]:
 
 
 def attach_heads(folder: Path, model: Any, target: LanguageModel, dtype: torch.dtype | None = None) -> EagleHeads:
-    """Load EAGLE-3 heads and attach the target's embedding and output weights, by default in its dtype."""
+    """Load EAGLE-3 heads, and attach the target's embedding and output weights (default dtype: the target's)."""
     heads = load_eagle(folder)
     weights = (model.get_input_embeddings().weight, model.get_output_embeddings().weight)
     heads = heads.to(target.device, dtype or target.weights_dtype).attach(*weights)
@@ -150,7 +150,7 @@ def measure_readings(
 
 
 def _summarise(readings: Sequence[Reading], agreeing_WPK: Floats, judged_PK: Floats) -> list[Reading]:
-    """Return the readings with their agreement and its standard errors over passages."""
+    """Return the readings with their agreement with the target, and with its standard errors over passages."""
     judged_P, count = judged_PK.sum(1), len(judged_PK)
     summaries, off = list[Reading](), list[Floats]()
 
@@ -189,7 +189,7 @@ def _is_significant(difference: float, error: float, texts: int, comparisons: in
 
 
 def reading_findings(readings: Sequence[Reading], depth: int) -> list[Finding]:
-    """Return the findings that the readings give for heads that draft `depth` tokens."""
+    """Create findings if another reading fits better, or if heads that draft `depth` tokens agree less in step 2."""
     best, faults = best_reading(readings), []
     if best is not None:
         lost, quantile = best.agreement - readings[0].agreement, student_t.isf(0.005, best.texts - 1)

@@ -85,7 +85,7 @@ def list_candidates(shape: ModelShape, draft_vocabulary: int, supports_eagle: bo
 
 
 def best_draft(candidate: Candidate, seconds: Seconds, acceptance: Sequence[float] | None = None) -> tuple[int, float]:
-    """Return the draft length with the largest speedup, and the speedup. Default acceptance rates are optimistic."""
+    """Return the draft length with the largest estimated speedup, and this speedup. Default rates are optimistic."""
     rates = OPTIMISTIC_ACCEPTANCE[candidate.kind] if acceptance is None else acceptance
     speedups = {}
     for length, accepted in enumerate(accumulate(accumulate(rates, mul)), 1):
@@ -115,10 +115,10 @@ def affordable_candidates(step_seconds: Mapping[str, float], seconds: float) -> 
 
 
 def count_batches(seconds: float, rows: int, batch_seconds: float, most: int) -> int:
-    """Return the number of batches on which `rows` methods can be measured in `seconds`."""
+    """Return how many batches, from `MIN_BATCHES` to `most`, `rows` methods can decode in `seconds`."""
     return min(most, max(MIN_BATCHES, int(seconds / (EVALUATION_OVERHEAD * rows * batch_seconds))))
 
 
 def count_rows(seconds: float, batch_seconds: float, least: int) -> int:
-    """Return how many methods (without the baseline) can be measured on `MIN_BATCHES` batches in `seconds`."""
+    """Return how many methods besides the baseline can decode `MIN_BATCHES` batches in `seconds`, at least `least`."""
     return max(least, int(seconds / (EVALUATION_OVERHEAD * MIN_BATCHES * batch_seconds)) - 1)

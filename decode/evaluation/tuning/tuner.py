@@ -97,7 +97,7 @@ def select_survivors(ranked: Sequence[Measurement], most: int) -> list[Measureme
 
 
 def pareto_frontier(measured: Sequence[Measurement], most: int = MAX_LOSSY) -> list[Measurement]:
-    """Select settings that no other setting beats in both speed and perplexity, at most `most`, evenly spread."""
+    """Return the Pareto-optimal settings in speed and perplexity, or `most` evenly spaced ones if there are more."""
     best: list[Measurement] = []
 
     def order(row: Measurement) -> tuple[float, float]:

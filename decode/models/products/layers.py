@@ -51,7 +51,7 @@ class DecoderLayers:
         return fits and len({each is None for layer in layers for each in (layer.norm_in_D, layer.norm_mlp_D)}) == 1
 
     def __init__(self, layers: Sequence[Any], sides: Sequence[int], kind: Kind) -> None:
-        """Prepare layers for which `fit` returns True. `sides[i]` is the index of layer i's `Side` in calls."""
+        """Prepare layers for which `fit` returns True. Layer i uses the `Side` with index `sides[i]` in each call."""
         self._sides, self._architecture = tuple(sides), kind
         hidden = layers[0].up.shape[1]  # the QKV projection may have a wider input
         self._offset = -1.0 if layers[0].norm_in_D is None else (hidden * kind.eps) ** 0.5

@@ -51,7 +51,7 @@ def is_int8(model: nn.Module) -> bool:
 
 
 def integers_of(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantise a matrix to int8 from -127 to 127. Return the integers and the scale of each row, float32 [O].
+    """Quantise a matrix to int8. Return the integers (-127 to 127) and the scale of each row, float32 [O].
 
     Quantising dequantised float32 weights returns the same integers again.
     """

@@ -54,7 +54,7 @@ def results_of(artifact: Path, manifest: Manifest, path: Path) -> dict[str, Any]
 
 
 def _name_in(evaluated: Mapping[str, Any], artifact: Path, manifest: Manifest, path: Path) -> str:
-    """Return the name of the evaluated artifact whose files have the hashes in the manifest."""
+    """Return the key in `evaluated` of the artifact whose file hashes match the manifest, or raise ValueError."""
     hashes = (manifest.export or {"of": {name: entry["sha256"] for name, entry in manifest.files.items()}})["of"]
     drafting = {name: one for name, one in evaluated.items() if name != "target"}
     for name, one in drafting.items():

@@ -54,7 +54,7 @@ CHAINS = {"drafter": "speculative", "heads": "bpd", "table": "bigram"}
 def measure_pair(recipe: EvaluateRecipe) -> tuple[list[Finding], dict[str, Any]]:
     """Measure the acceptance of the drafter, heads or table of a recipe in each stage from training to decoding.
 
-    The recipe can contain a row with the decoding method from `CHAINS`, which sets its options and temperature.
+    If the recipe has a row with the artifact's decoding method in `CHAINS`, its options and temperature are used.
 
     Returns:
         Findings, sorted by lost acceptance (highest first), and JSON values: `part`, `source`, `method`, `options`,

@@ -62,8 +62,8 @@ def check_pair(
         as_json: Whether to print the findings as JSON.
 
     Returns:
-        True if transformers and draftsmith (for EAGLE-3 heads: all engines) fully support the pair, and no fault was
-        found.
+        True if no fault was found, and draftsmith and transformers fully support the pair. EAGLE-3 heads must be
+        supported by all engines.
     """
     if out is not None and (out.suffix != ".json" or out.is_dir()):
         raise ValueError(f"--out must be a .json file, got {out}")
@@ -119,7 +119,7 @@ def _check_files(target: str, drafter: str, is_eagle: bool) -> Diagnosis:
 
 
 def _check_decodes(diagnosis: Diagnosis, folder: Path) -> None:
-    """Raise ValueError if this engine does not support the EAGLE-3 heads in `folder`."""
+    """Raise ValueError if draftsmith cannot decode with the EAGLE-3 heads in `folder`, or they are not an artifact."""
     verdict = diagnosis.verdicts["draftsmith"]
     if verdict.outcome == REFUSED:
         raise ValueError(f"{diagnosis.drafter} cannot be used: {'; '.join(verdict.reasons)}")

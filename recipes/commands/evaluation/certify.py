@@ -44,7 +44,7 @@ def run_certify(
 
     Args:
         recipe: Evaluation recipe that contains the methods.
-        tokens: Number of tokens to test for each method at temperatures above 0. The small pair requires more tokens.
+        tokens: Number of tokens to test for each method at temperatures above 0. Tests of the small pair use more.
         batch: Batch size.
         out: Certificate file (default: next to the results).
     """

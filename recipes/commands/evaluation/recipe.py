@@ -104,7 +104,7 @@ def template_of(target: str) -> str:
 
 
 def _direct(changes: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """Return changes to the recipe `BASE` for an evaluation with only the given artifacts."""
+    """Return values that replace those of the recipe `BASE` when the user passes artifacts instead of a recipe."""
     for part in ("target", *PARTS):
         if part in changes:
             check_location(changes[part])  # fails before slow imports

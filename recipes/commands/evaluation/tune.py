@@ -60,7 +60,7 @@ def run_tune(recipe: EvaluateRecipe) -> list[Measurement]:
 
 
 def prompts_of_rounds(prompts: int, batch: int) -> list[int]:
-    """Return the number of prompts for each round. The last round uses all prompts."""
+    """Return the increasing number of prompts per round for a batch size. The last round uses all prompts."""
     rounds = [max(FIRST_PROMPTS, FIRST_PROMPTS // 2 * batch)]
     while rounds[-1] < prompts:
         rounds.append(GROWTH * rounds[-1])

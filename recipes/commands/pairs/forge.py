@@ -219,7 +219,7 @@ class _Forge:
                 self._note(f"{drafter}: skipped: {error}")
 
     def _compare(self, source: Source, stage: str, cost: float | None = None) -> None:
-        """Measure a source of draft tokens on each workload with its default setting."""
+        """Measure a source of draft tokens on each workload. `cost` is its drafting time relative to the target."""
         layer = self.shape.layer_parameters / self.shape.parameters
         candidate = Candidate("", source.kind or "drafter", (), layer if cost is None else cost)
         for workload in self.workloads:
@@ -292,7 +292,7 @@ class _Forge:
             self.sources[name] = self._train(known[name], max(trained[name].steps, int(seconds / rates[name])))
 
     def _try_steps(self, known: dict[str, Candidate], most: float) -> tuple[dict[str, float], float]:
-        """Train each candidate for a few steps, and return the seconds per step by name and the total seconds."""
+        """Train candidates for a few steps, in about `most` seconds. Return seconds per step by name, and the total."""
         rates, tried, last = dict[str, float](), 0.0, 0.0
         for name, candidate in known.items():
             if rates and tried + last > most:

@@ -88,7 +88,7 @@ def tune_in_engine(recipe: ForgeRecipe, name: str, artifact: Path | None, prompt
 
 
 def _export(recipe: ForgeRecipe, artifact: Path, imported: Path, export: Path) -> str | None:
-    """Import the drafter if it is not an artifact, and export it. Return the reason for a failure, or None."""
+    """Export a drafter, which is first imported to `imported` if it is not an artifact. Return a failure's reason."""
     if (export / MANIFEST_FILE).is_file():
         return None
     assert recipe.engine is not None

@@ -67,7 +67,7 @@ class Source(NamedTuple):
     """Number of training steps."""
 
     def settings(self, with_table: bool, temperature: float) -> "list[Row]":
-        """Return the settings to tune, with the most promising ones first."""
+        """Return the settings to tune, most promising first. `with_table` also allows a datastore (suffix decoding)."""
         own = {"heads"} if self.kind == "heads" else {"drafter"}
         heads = load_manifest(Path(str(self.artifact))).shapes["num_heads"] if self.kind == "heads" else 0
         available = Available(frozenset(own | {"table"}), heads, with_table)
@@ -75,7 +75,7 @@ class Source(NamedTuple):
         return [Row(self, *each) for each in interleave(listed)]
 
     def default(self, gamma: int) -> "Row":
-        """Return the default setting, which is used to compare different sources."""
+        """Return the default setting for comparing sources, which drafts `gamma` tokens (heads: a fixed tree)."""
         if self.kind == "heads":
             return Row(self, "medusa", {"tree": "2x1"})
         return Row(self, "speculative", {"gamma": gamma} | ({"parallel": True} if self.kind == "parallel" else {}))
@@ -218,7 +218,7 @@ def base_of(recipe: ForgeRecipe) -> QuickstartRecipe:
 
 
 def with_heldout(base: QuickstartRecipe, answers: int) -> QuickstartRecipe:
-    """Increase the held-out share of the training data if `answers` is small, so that some answers are held out."""
+    """Increase the held-out share of all training data so that even with few `answers`, some are held out."""
     stages: dict[str, Any] = {}
     for name in ("eagle", "drafter", "heads", "table"):
         stage = getattr(base, name)

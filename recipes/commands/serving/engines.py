@@ -240,7 +240,7 @@ def started(
     """Start one or two engines, yield them when they are ready, and terminate them afterwards.
 
     The second command starts a baseline. Engines start sequentially, because each engine allocates all free memory.
-    The log files are `stem`.log and `stem`-baseline.log.
+    `more` contains additional arguments. The log files are `stem`.log and `stem`-baseline.log.
     """
     with ExitStack() as stack:
         engines = []
@@ -253,7 +253,7 @@ def started(
 
 
 def serve_engine(command: Sequence[str], port: int, more: Sequence[str], stem: str) -> None:
-    """Start an engine and serve until a signal arrives; raise ConnectionError if the engine terminates."""
+    """Start an engine (see `started`) and serve until a signal arrives; raise ConnectionError if it terminates."""
     with Stoppable("bench", "") as signals, started([command], [port], more, stem, signals) as engines:
         (engine,) = engines
         log(f"bench: serving at {engine.url}/v1")
@@ -273,7 +273,7 @@ def engine_recipe(overrides: Sequence[str], options: Mapping[str, str | None], p
 
 
 def measure_engine(recipe: BenchRecipe, commands: Sequence[Sequence[str]], more: Sequence[str], stem: str) -> None:
-    """Start an engine and its baseline at the recipe's URLs, run the benchmark, and terminate the engines."""
+    """Start an engine and its baseline (see `started`) at the recipe's URLs, run the benchmark, and stop them."""
     assert recipe.baseline is not None
     ports = [_port(recipe.server), _port(recipe.baseline)]
     prompts_of(recipe)  # fails before an engine is started

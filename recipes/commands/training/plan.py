@@ -167,7 +167,7 @@ def _rows(plan: Plan) -> Iterator[tuple[str, str, str]]:
 
 
 def _probe(run: Run, config: FitConfig, accelerator: Any, shares: int) -> Probe:
-    """Train for two steps of at most two micro batches each, and measure the second step."""
+    """Train two steps of at most two micro batches, and measure the second. `shares` scales the evaluation time."""
     micro_batches = micro_steps(config.global_batch, config.micro_batch, accelerator.num_processes)
     tried = min(2, micro_batches)
     size = config.micro_batch * accelerator.num_processes * tried
@@ -238,7 +238,7 @@ def _check_disk(out: Path, disk: dict[str, int], free: int) -> None:
 
 
 def _reduce_evaluation(recipe: Any) -> tuple[Any, int]:
-    """Return the recipe with a smaller evaluation, and the size ratio of the full and the smaller evaluation."""
+    """Return the recipe with a smaller evaluation, and how many times larger the full evaluation is."""
     section = recipe.measure
     shares = max(1, section.prompts or section.blocks)
     less = section.model_copy(update={"prompts": min(1, section.prompts), "blocks": -(-section.blocks // shares)})
