@@ -101,6 +101,8 @@ class DFlashHeads(AuxiliaryHeads):
                 f"layers must be at least 1, since a DFlash drafter reads outputs of layers, got {[*layers]}"
             )
         names = ("hidden_size", "num_attention_heads", "vocab_size", "max_position_embeddings")
+        if missing := [name for name in names if getattr(config, name, None) is None]:
+            raise ValueError(f"DFlash drafters do not support {config.model_type!r}: its config has no {missing[0]}")
         sizes = {name: getattr(config, name) for name in names}
         heads, rope = config.num_attention_heads, getattr(config, "rope_parameters", None) or {}
         own = Qwen3Config(

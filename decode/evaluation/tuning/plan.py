@@ -10,7 +10,7 @@ from itertools import accumulate
 from operator import mul
 from typing import Literal
 
-Kind = Literal["drafter", "parallel", "eagle", "heads"]
+Kind = Literal["drafter", "parallel", "eagle", "dflash", "heads"]
 Seconds = Callable[[float], float]
 """Function that maps a number of tokens to the seconds of a target forward."""
 
@@ -28,11 +28,13 @@ OPTIMISTIC_ACCEPTANCE: dict[Kind, tuple[float, ...]] = {
     "drafter": (0.95, 0.95, 0.95, 0.95, 0.95),
     "parallel": (0.95, 0.9, 0.85, 0.8),
     "eagle": (0.95, 0.92, 0.89, 0.86, 0.83),
+    "dflash": (0.95, 0.92, 0.89, 0.86, 0.83, 0.8, 0.77),
     "heads": (0.9, 0.75, 0.6),
 }
 """Optimistic acceptance rates at each depth, for each kind of candidate."""
 EXPECTED_ACCEPTANCE = 0.65
 """Acceptance rate after little training, used to choose draft lengths before they are tuned."""
+_ONE_FORWARD = ("parallel", "dflash", "heads")  # kinds that draft all tokens with one forward
 _MIN_SPEEDUP = 1.02  # minimum optimistic speedup of a trained candidate
 
 
@@ -45,7 +47,8 @@ class Candidate:
     layers: tuple[int, ...]
     """Layers of the target from which a drafter is initialised."""
     cost: float
-    """Cost of a draft token relative to a one-token target forward. For parallel drafting, cost of all tokens."""
+    """Cost of a draft token relative to a one-token target forward. For parallel drafting and DFlash, cost of all
+    tokens."""
 
     @property
     def slug(self) -> str:
@@ -67,8 +70,10 @@ class ModelShape:
         return self.layers * self.layer_parameters + self.vocabulary * self.hidden
 
 
-def list_candidates(shape: ModelShape, draft_vocabulary: int, supports_eagle: bool) -> list[Candidate]:
-    """List the trainable candidates: pruned drafters, a parallel drafter, EAGLE-3 and Medusa heads."""
+def list_candidates(
+    shape: ModelShape, draft_vocabulary: int, supports_eagle: bool, supports_dflash: bool
+) -> list[Candidate]:
+    """List the trainable candidates: pruned drafters, a parallel drafter, EAGLE-3, DFlash and Medusa heads."""
     last, head = shape.layers - 1, min(draft_vocabulary, shape.vocabulary) * shape.hidden
     items = []
     for layers in ((0, last), (0, 1, last - 1, last)):
@@ -80,6 +85,9 @@ def list_candidates(shape: ModelShape, draft_vocabulary: int, supports_eagle: bo
     if supports_eagle:  # its layer has inputs of twice the width, and it projects the target's hidden states
         cost = (1.3 * shape.layer_parameters + head) / shape.parameters
         items.append(Candidate("EAGLE-3", "eagle", (), cost))
+    if supports_dflash:  # one layer, and the projection of three hidden states of the target
+        cost = (shape.layer_parameters + 3 * shape.hidden**2 + head) / shape.parameters
+        items.append(Candidate("DFlash", "dflash", (), cost))
     blocks = 3 * (2 * shape.hidden**2 + head)
     return [*items, Candidate("Medusa heads", "heads", (), blocks / shape.parameters)]
 
@@ -89,7 +97,7 @@ def best_draft(candidate: Candidate, seconds: Seconds, acceptance: Sequence[floa
     rates = OPTIMISTIC_ACCEPTANCE[candidate.kind] if acceptance is None else acceptance
     speedups = {}
     for length, accepted in enumerate(accumulate(accumulate(rates, mul)), 1):
-        drafting = candidate.cost * (1 if candidate.kind in ("heads", "parallel") else length)
+        drafting = candidate.cost * (1 if candidate.kind in _ONE_FORWARD else length)
         speedups[length] = (1 + accepted) / (seconds(length + 1) / seconds(1) + drafting)
     best = max(speedups, key=lambda length: speedups[length])
     return best, speedups[best]

@@ -71,6 +71,8 @@ class Available:
     """True if the table contains texts for suffix decoding."""
     is_parallel: bool = False
     """True if the drafter was trained to draft all tokens with one forward (PARD)."""
+    block_tokens: int | None = None
+    """Number of draft tokens of a drafter that drafts blocks (DFlash); None for other drafters."""
 
 
 def tunable_methods(available: Available, temperature: float) -> list[str]:
@@ -86,6 +88,8 @@ def list_settings(name: str, available: Available, temperature: float) -> list[t
     grid = dict(GRIDS[name])
     if "tree" in grid:
         grid["tree"] = list(dict.fromkeys("x".join(tree.split("x")[: available.num_heads]) for tree in grid["tree"]))
+    if available.block_tokens is not None and "drafter" in method_config(method, options).needs:
+        grid = _limit_depth(name, grid, available.block_tokens)
     if name == "bpd":
         grid["max_depth"] = range(1, available.num_heads + 1)
     if method == "suffix" and available.has_texts:
@@ -96,6 +100,18 @@ def list_settings(name: str, available: Available, temperature: float) -> list[t
     if name == TYPICAL:  # Medusa's rule: δ is the square root of ε
         settings = [setting | {"delta": setting["epsilon"] ** 0.5} for setting in settings]
     return [(method, setting) for setting in settings]
+
+
+def _limit_depth(name: str, grid: Grid, most: int) -> dict[str, Sequence[Any]]:
+    """Limit the drafts of a grid to `most` tokens or levels, for drafters that draft them all with one forward."""
+    if name == "speculative":
+        return {"gamma": sorted(range(1, most + 1), key=lambda gamma: abs(gamma - 4))}
+    limited = dict(grid) | ({"max_depth": (4, 8)} if name == "dynamic-tree" else {})
+    for option in limited.keys() & {"gamma", "draft_depth", "max_depth"}:
+        limited[option] = list(dict.fromkeys(min(value, most) for value in limited[option]))
+    if "k_config" in limited:
+        limited["k_config"] = list(dict.fromkeys("x".join(tree.split("x")[:most]) for tree in limited["k_config"]))
+    return limited
 
 
 def tuned_name(method: str, options: Mapping[str, Any], temperature: float) -> str:

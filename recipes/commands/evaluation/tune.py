@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ....checkpoints.artifact.artifact import load_manifest
-from ....checkpoints.heads.layouts import is_eagle
+from ....checkpoints.heads.dflash import dflash_settings
+from ....checkpoints.heads.layouts import is_dflash, is_eagle
 from ....checkpoints.storage.atomic import check_writable
 from ....checkpoints.storage.draft_vocabulary import mask_token
 from ....checkpoints.table.texts import TEXTS_FILE
@@ -69,15 +70,19 @@ def prompts_of_rounds(prompts: int, batch: int) -> list[int]:
 
 def available_in(recipe: EvaluateRecipe) -> Available:
     """Return the artifacts of a recipe and their features, which determine the settings that can be tuned."""
-    heads, table, parallel = 0, False, False
+    heads, table, parallel, block_tokens = 0, False, False, None
     if recipe.heads is not None:
         heads = load_manifest(Path(locate_part(recipe.heads, "heads"))).shapes["num_heads"]
     if recipe.table is not None:
         table = (Path(locate_part(recipe.table, "table")) / TEXTS_FILE).is_file()
-    if recipe.drafter is not None and not is_eagle(Path(drafter := locate_part(recipe.drafter, "drafter"))):
-        parallel = mask_token(load_config(drafter)) is not None
+    if recipe.drafter is not None:
+        folder = Path(locate_part(recipe.drafter, "drafter"))
+        if is_dflash(folder):
+            block_tokens = dflash_settings(folder)[2] - 1
+        elif not is_eagle(folder):
+            parallel = mask_token(load_config(str(folder))) is not None
     parts = (part for part in ("drafter", "heads", "table") if getattr(recipe, part) is not None)
-    return Available(frozenset(parts), heads, table, parallel)
+    return Available(frozenset(parts), heads, table, parallel, block_tokens)
 
 
 def rows_to_tune(recipe: EvaluateRecipe) -> tuple[dict[str, MethodSection], dict[str, str]]:

@@ -130,7 +130,7 @@ class _Forge:
         answers = min(
             self.questions.answered, int(BUDGET_SHARES["answers"] * self.seconds / costs["seconds_per_answer"])
         )
-        candidates = self._plan(costs["eagle"], answers, costs["seconds_per_answer"])
+        candidates = self._plan((costs["eagle"], costs["dflash"]), answers, costs["seconds_per_answer"])
         if plan_only:
             return self._finish("plan")
         self.section = "Given drafters, and short training of all candidates"
@@ -156,12 +156,15 @@ class _Forge:
     def _name(self, stem: str, workload: Workload) -> str:
         return stem if len(self.workloads) == 1 else f"{stem}-{workload.slug}"
 
-    def _plan(self, supports_eagle: bool, answers: int, seconds_per_answer: float) -> list[Candidate]:
-        """Select candidates that could be faster than the baseline, and the number of prompts to compare them."""
+    def _plan(self, supports: tuple[bool, bool], answers: int, seconds_per_answer: float) -> list[Candidate]:
+        """Select candidates that could be faster than the baseline, and the number of prompts to compare them.
+
+        `supports` tells if the target supports EAGLE-3 and DFlash.
+        """
         self.section = "Plan: costs, candidates and budget"
         self._note(f"forward pass: {1e3 * self.curve(1):.1f} ms (1 token), {1e3 * self.curve(4):.1f} ms (4 tokens)")
         chosen, batches = [], dict.fromkeys(self.recipe.batch)
-        for candidate in list_candidates(self.shape, DRAFT_VOCABULARY, supports_eagle):
+        for candidate in list_candidates(self.shape, DRAFT_VOCABULARY, *supports):
             decisions = {batch: is_worth_training(candidate, self.curve, batch) for batch in batches}
             for batch, (_, reason) in decisions.items():
                 self._note(reason if len(batches) == 1 else f"batch {batch}: {reason}")
@@ -207,7 +210,9 @@ class _Forge:
         for number, drafter in enumerate(dict.fromkeys(self.recipe.drafters), 1):
             try:
                 kind = kind_of(folder_of(drafter))
-                doubts = None if kind == "eagle" else pair_verdict(str(self.out / "target"), drafter, reader)
+                doubts = (
+                    None if kind in ("eagle", "dflash") else pair_verdict(str(self.out / "target"), drafter, reader)
+                )
                 if doubts is not None:
                     self._note(f"{drafter}: `draftsmith doctor` reports for {reader}: {doubts}")
                 source = Source(drafter, kind, drafter)

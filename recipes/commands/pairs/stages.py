@@ -13,8 +13,10 @@ from typing import Any, NamedTuple
 import torch
 
 from ....checkpoints.artifact.artifact import load_manifest
-from ....checkpoints.heads.eagle import EagleHeads
-from ....checkpoints.heads.layouts import is_eagle
+from ....checkpoints.artifact.locate import resolve as folder_of
+from ....checkpoints.heads.dflash import DFlashHeads, dflash_settings
+from ....checkpoints.heads.eagle import EagleHeads, default_layers
+from ....checkpoints.heads.layouts import is_dflash, is_eagle
 from ....checkpoints.storage.atomic import atomic_text
 from ....checkpoints.storage.draft_vocabulary import mask_token
 from ....checkpoints.storage.safe_read import load_json
@@ -45,6 +47,7 @@ METHODS: dict[Kind | None, tuple[str, ...]] = {
     "drafter": ("speculative", "suffix, drafter", "dynamic-tree", "multi-candidate"),
     "parallel": ("speculative, parallel", "suffix, drafter"),
     "eagle": ("speculative", "dynamic-tree", "suffix, drafter"),
+    "dflash": ("speculative", "suffix, drafter", "dynamic-tree", "multi-candidate"),
     "heads": ("medusa", "slim-s", "suffix, heads"),
 }
 """Methods to tune for each kind of drafter. The key None stands for prompt lookup without a drafter."""
@@ -53,6 +56,7 @@ REVERSED_HELDOUT = "heldout-reversed.jsonl"
 """File with held-out prompts in reverse order, so that settings are chosen and confirmed on different prompts."""
 _PROBED = 24  # number of generated answers for measuring the time per answer
 _CONTEXT = 200
+_BLOCK_TOKENS = 7  # draft tokens of a trained DFlash drafter
 _HELD_OUT = 4  # minimum expected number of held-out answers
 
 
@@ -70,7 +74,7 @@ class Source(NamedTuple):
         """Return the settings to tune, most promising first. `with_table` also allows a datastore (suffix decoding)."""
         own = {"heads"} if self.kind == "heads" else {"drafter"}
         heads = load_manifest(Path(str(self.artifact))).shapes["num_heads"] if self.kind == "heads" else 0
-        available = Available(frozenset(own | {"table"}), heads, with_table)
+        available = Available(frozenset(own | {"table"}), heads, with_table, block_tokens=self._block_tokens)
         listed = [list_settings(name, available, temperature) for name in METHODS[self.kind]]
         return [Row(self, *each) for each in interleave(listed)]
 
@@ -78,7 +82,13 @@ class Source(NamedTuple):
         """Return the default setting for comparing sources, which drafts `gamma` tokens (heads: a fixed tree)."""
         if self.kind == "heads":
             return Row(self, "medusa", {"tree": "2x1"})
+        gamma = min(gamma, self._block_tokens or gamma)
         return Row(self, "speculative", {"gamma": gamma} | ({"parallel": True} if self.kind == "parallel" else {}))
+
+    @property
+    def _block_tokens(self) -> int | None:
+        """Number of draft tokens of a DFlash drafter; None for other sources."""
+        return dflash_settings(folder_of(str(self.artifact)))[2] - 1 if self.kind == "dflash" else None
 
 
 class Row(NamedTuple):
@@ -176,10 +186,13 @@ def measure_costs(base: QuickstartRecipe, out: Path, prompts: int) -> dict[str, 
     layers = model.config.num_hidden_layers
     shape = ModelShape(layers, count / layers, model.config.hidden_size, len(head))
     curve = measure_forwards(wrap_model(model, share=True), _CONTEXT)
-    costs = {"shape": asdict(shape), "nodes": curve.nodes, "seconds": curve.seconds, "eagle": False}
-    with suppress(ValueError):  # EAGLE-3 does not support the target
+    costs = {"shape": asdict(shape), "nodes": curve.nodes, "seconds": curve.seconds, "eagle": False, "dflash": False}
+    with suppress(ValueError), torch.device("meta"):  # EAGLE-3 does not support the target
         EagleHeads.for_target(model.config)
         costs["eagle"] = True
+    with suppress(ValueError), torch.device("meta"):
+        DFlashHeads.for_target(model.config.get_text_config(decoder=True), 0, 2, layers=default_layers(layers))
+        costs["dflash"] = True
     del model, head, inner  # the target is loaded again for the answers
     gc.collect()
     torch.cuda.empty_cache()
@@ -197,6 +210,8 @@ def kind_of(drafter: Path) -> Kind:
     """Return the kind of a drafter; raise ValueError if the directory does not contain a model."""
     if is_eagle(drafter):
         return "eagle"
+    if is_dflash(drafter):
+        return "dflash"
     return "drafter" if is_adapter(drafter) or mask_token(load_config(drafter)) is None else "parallel"
 
 
@@ -236,7 +251,7 @@ def training_of(
     base: QuickstartRecipe, candidate: Candidate, vocabulary: int, steps: int, out: Path, processes: int = 1
 ) -> DrafterRecipe | HeadsRecipe:
     """Return the training recipe of a candidate. The global batch size is proportional to the number of processes."""
-    stage = {"eagle": base.eagle, "heads": base.heads}.get(candidate.kind, base.drafter)
+    stage = {"eagle": base.eagle, "dflash": base.eagle, "heads": base.heads}.get(candidate.kind, base.drafter)
     assert stage is not None
     train = stage.train.model_copy(update={"steps": steps, "global_batch": stage.train.global_batch * processes})
     measure = stage.measure.model_copy(update={"prompts": 0})  # the forge runs its own evaluations
@@ -247,6 +262,9 @@ def training_of(
         teacher = stage.teacher.model_copy(update={"top_k": min(stage.teacher.top_k, vocabulary)})
         changes |= {"parallel": ParallelSection.model_validate({"tokens": 4})} if candidate.kind == "parallel" else {}
         return stage.model_copy(update=changes | {"model": model, "teacher": teacher})
+    if candidate.kind == "dflash":  # with the layers of EAGLE-3, so that one evaluation can compare both
+        layers = default_layers(load_config(stage.target).num_hidden_layers)
+        changes |= {"architecture": "dflash", "num_heads": _BLOCK_TOKENS, "layers": layers}
     return stage.model_copy(update=changes | full)
 
 

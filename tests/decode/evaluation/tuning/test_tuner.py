@@ -38,13 +38,15 @@ def test_latency_curves_are_monotonic_and_extrapolated() -> None:
 
 
 def test_candidates_depend_on_the_target() -> None:
-    candidates = list_candidates(REAL, 8192, supports_eagle=True)
-    assert [candidate.kind for candidate in candidates] == ["drafter", "drafter", "parallel", "eagle", "heads"]
+    candidates = list_candidates(REAL, 8192, supports_eagle=True, supports_dflash=True)
+    kinds = [candidate.kind for candidate in candidates]
+    assert kinds == ["drafter", "drafter", "parallel", "eagle", "dflash", "heads"]
     assert all(0 < candidate.cost < 0.3 for candidate in candidates)
     assert candidates[0].cost < candidates[1].cost
-    few = list_candidates(ModelShape(4, 3.5e6, 576, 1000), 8192, supports_eagle=False)
+    few = list_candidates(ModelShape(4, 3.5e6, 576, 1000), 8192, supports_eagle=False, supports_dflash=False)
     assert [candidate.layers for candidate in few] == [(0, 3), (0, 3), ()]
-    assert [candidate.kind for candidate in list_candidates(ModelShape(1, 3.5e6, 576, 1000), 8192, False)] == ["heads"]
+    one = list_candidates(ModelShape(1, 3.5e6, 576, 1000), 8192, supports_eagle=False, supports_dflash=False)
+    assert [candidate.kind for candidate in one] == ["heads"]
 
 
 @pytest.mark.parametrize(
@@ -65,6 +67,8 @@ def test_the_best_draft_maximises_tokens_per_cost() -> None:
     by_length = [sum(0.95**i for i in range(n + 1)) / (1 + 0.14 * n) for n in range(1, 6)]
     assert best_draft(DRAFTER, lambda tokens: 1.0)[1] == pytest.approx(max(by_length))
     assert best_draft(DRAFTER, lambda tokens: 1.0, [0.5] * 6)[0] < best_draft(DRAFTER, lambda tokens: 1.0)[0]
+    block = Candidate("DFlash", "dflash", (), 0.14)
+    assert best_draft(block, lambda tokens: 1.0)[0] == 7, "further tokens of a block have no drafting cost"
     heads = Candidate("heads", "heads", (), 0.14)
     assert best_draft(heads, lambda tokens: 1.0) == (3, pytest.approx((1 + 0.9 + 0.675 + 0.405) / 1.14))
 
@@ -148,3 +152,19 @@ def test_every_setting_is_valid_for_its_method(temperature: float) -> None:
             labels.append(format_setting(method, options))
     assert len(set(labels)) == len(labels) > 100
     assert tunable_methods(Available(frozenset()), temperature) == ["suffix", "prompt-lookup"]
+
+
+@pytest.mark.parametrize("most", [1, 3, 15])
+def test_settings_of_a_block_drafter_fit_its_block(most: int) -> None:
+    available = Available(frozenset({"drafter"}), block_tokens=most)
+    for name in tunable_methods(available, 1.0):
+        settings = [options for _, options in list_settings(name, available, 1.0)]
+        assert len({format_setting(name, options) for options in settings}) == len(settings)
+        depths = [
+            options[key] for options in settings for key in ("gamma", "max_depth", "draft_depth") if key in options
+        ]
+        depths += [1 + options["k_config"].count("x") for options in settings if "k_config" in options]
+        if name != "prompt-lookup":
+            assert max(depths, default=0) <= most
+        if name == "speculative":
+            assert sorted(depths) == [*range(1, most + 1)]

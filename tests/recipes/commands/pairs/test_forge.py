@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from draftsmith.checkpoints.artifact.artifact import load_manifest
+from draftsmith.checkpoints.heads.dflash import save_dflash
 from draftsmith.decode.evaluation.tuning.tuner import Workload
 from draftsmith.recipes.commands.pairs import in_engine
 from draftsmith.recipes.commands.pairs.in_engine import check_engine, tune_in_engine
@@ -82,7 +83,7 @@ def planned(out: Path, seconds: Sequence[float] = (0.002, 0.002), answer: float 
         "shape": {"layers": 2, "layer_parameters": 1e6, "hidden": 64, "vocabulary": 1000},
         "nodes": [1, 64],
     }
-    costs |= {"seconds": seconds, "seconds_per_answer": answer, "eagle": True}
+    costs |= {"seconds": seconds, "seconds_per_answer": answer, "eagle": True, "dflash": False}
     (out / "costs.json").write_text(json.dumps(costs))
 
 
@@ -166,7 +167,8 @@ def test_decisions_in_known_situations(shallow: Run, forge: Run, corpus: Path, t
     greedy, drawn = (workload["winner"] for workload in results["workloads"])
     assert greedy["name"] == "prompt lookup"
     assert drawn["name"] == str(tmp_path / "given")
-    assert "2-layer drafter" in {each["name"] for each in results["workloads"][1]["compared"]}, "no drafter was trained"
+    compared = {each["name"] for each in results["workloads"][1]["compared"]}
+    assert compared >= {"2-layer drafter", "EAGLE-3", "DFlash"}, "not all candidates were trained"
 
 
 @pytest.mark.slow
@@ -353,7 +355,12 @@ def test_settings_of_several_sources_share_one_evaluation() -> None:
     assert (alone.drafter, alone.heads, alone.table) == (None, None, None)
 
 
-def test_the_kind_of_a_given_drafter_is_detected(make_llama: Run, tmp_path: Path) -> None:
+def test_the_kind_of_a_given_drafter_is_detected(make_llama: Run, make_dflash: Run, tmp_path: Path) -> None:
     make_llama(64).save_pretrained(tmp_path / "drafter")
     make_llama(64, pard_token=7).save_pretrained(tmp_path / "parallel")
-    assert [kind_of(tmp_path / name) for name in ("drafter", "parallel")] == ["drafter", "parallel"]
+    save_dflash(make_dflash(make_llama(64), block_size=3), tmp_path / "dflash")
+    kinds = ("drafter", "parallel", "dflash")
+    assert tuple(kind_of(tmp_path / name) for name in kinds) == kinds
+    source = Source("DFlash", "dflash", str(tmp_path / "dflash"))
+    assert source.default(6).options == {"gamma": 2}, "a draft has at most the tokens of a block"
+    assert {row.options["gamma"] for row in source.settings(False, 0.0) if row.method == "speculative"} == {1, 2}
