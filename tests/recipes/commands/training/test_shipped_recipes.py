@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from draftsmith.checkpoints.artifact.artifact import load_manifest, verify_artifact
+from draftsmith.checkpoints.heads.dflash import load_dflash
 from draftsmith.checkpoints.heads.eagle import load_eagle
 from draftsmith.checkpoints.heads.files import PredictionHeads, load_heads
 from draftsmith.checkpoints.table.table import BigramTable
@@ -13,6 +14,7 @@ from draftsmith.data.tokenizers import load_tokenizer
 from draftsmith.decode.engine import Limits
 from draftsmith.decode.evaluation.measure import decode_prompt
 from draftsmith.decode.methods import Parts, build_method
+from draftsmith.decode.models.dflash import DFlashDrafter
 from draftsmith.decode.models.eagle import EagleDrafter
 from draftsmith.decode.models.loading import load_model, wrap_model
 from draftsmith.decode.warpers import Sampling
@@ -27,7 +29,12 @@ from draftsmith.recipes.schema.training import DrafterRecipe, HeadsRecipe
 SAME = {"drafter/vicuna-160m"}
 """Recipes that differ from other recipes only in names and numbers."""
 DRAFTERS, HEADS = ([name for name in shipped_recipes() if name.startswith(kind)] for kind in ("drafter/", "heads/"))
-RUNS = [(name, ()) for name in HEADS if name not in (*SAME, "heads/eagle3")]
+AUXILIARY: dict[str, tuple[Any, ...]] = {
+    "heads/eagle3": (load_eagle, EagleDrafter, "vocabulary.tokens=200"),
+    "heads/dflash": (load_dflash, DFlashDrafter, "data.template_options={}"),
+}
+"""Function that loads the heads, class of the drafter, and change of the recipe by recipe."""
+RUNS = [(name, ()) for name in HEADS if name not in (*SAME, *AUXILIARY)]
 RUNS += [("heads/vicuna-medusa-1", ("num_heads=3",))]
 
 
@@ -49,17 +56,19 @@ def small_heads(name: str, stand_ins: Any, folder: Path, *changes: str) -> Heads
     return shipped
 
 
-def test_eagle_recipes_give_lossless_heads(stand_ins: Any, tmp_path: Path) -> None:
-    recipe = small_heads("heads/eagle3", stand_ins, tmp_path, "vocabulary.tokens=200")
+@pytest.mark.parametrize("name", AUXILIARY)
+def test_eagle_and_dflash_recipes_give_lossless_drafters(name: str, stand_ins: Any, tmp_path: Path) -> None:
+    load, drafter, change = AUXILIARY[name]
+    recipe = small_heads(name, stand_ins, tmp_path, change)
     out = run_train(recipe)
     manifest = verify_artifact(out)
     assert manifest.training["steps"] == 3
     assert manifest.evaluation["tokens_per_step"] >= 1
     target: Any = load_model(recipe.target, dtype=torch.float32)
-    heads = load_eagle(out, torch.float32)
+    heads = load(out, torch.float32)
     heads.attach(target.get_input_embeddings().weight, target.get_output_embeddings().weight)
     scorer, greedy, limits = wrap_model(target, aux_layers=heads.layers), Sampling(temperature=0.0), Limits(24, ())
-    parts = Parts(drafter=EagleDrafter(heads.requires_grad_(False)))
+    parts = Parts(drafter=drafter(heads.requires_grad_(False)))
     ways = build_method("speculative", parts, greedy), build_method("autoregressive", parts, greedy)
     for prompt in ([1, 20, 30], [1, 7, 300, 5, 9]):
         actual, expected = (decode_prompt(scorer, way, greedy, 0, prompt, limits) for way in ways)
