@@ -86,6 +86,8 @@ class Plan:
     evaluations: int
     probe: Probe
     prepared: Path
+    blocks: tuple[int, int] | None = None
+    """Maximum number of blocks per row, and of tokens per block, that a DFlash drafter is trained on."""
 
     @property
     def seconds(self) -> float:
@@ -135,7 +137,15 @@ def plan_recipe(recipe: TrainingRecipe) -> Plan:
         evaluations=len(_evaluation_steps(config.steps, config.evaluate_every)),
         probe=probe,
         prepared=run.prepared.folder,
+        blocks=_blocks_of(recipe),
     )
+
+
+def _blocks_of(recipe: DrafterRecipe | HeadsRecipe) -> tuple[int, int] | None:
+    """Return the maximum number of blocks per row and the block size of DFlash; None for other recipes."""
+    if not isinstance(recipe, HeadsRecipe) or recipe.architecture != "dflash":
+        return None
+    return min(recipe.anchors, recipe.data.block_tokens - 1), recipe.num_heads + 1
 
 
 def show(plan: Plan) -> None:
@@ -162,6 +172,9 @@ def _rows(plan: Plan) -> Iterator[tuple[str, str, str]]:
     yield "disk", gigabytes(sum(plan.disk.values())), f"{gigabytes(plan.free_disk)} free"
     yield "steps", f"{plan.steps:,}", f"{plan.tokens:,} tokens, {plan.epochs:.2f} epochs"
     each = f"{probe.step_seconds:.3g} s per step, {plan.evaluations} evaluations of {probe.evaluation_seconds:.3g} s"
+    if plan.blocks is not None:
+        blocks, size_of_block = plan.blocks
+        yield "queries per row", f"{blocks * size_of_block:,}", f"up to {blocks} blocks of {size_of_block} tokens"
     yield "time", duration(plan.seconds), f"{each}, extrapolated from a few micro batches and prompts"
     yield "prepared data", "", f"cached in {plan.prepared}"
 

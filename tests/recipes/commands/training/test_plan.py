@@ -1,6 +1,7 @@
 """Files, steps, parameters and memory in `train --plan` equal those of the training."""
 
 import json
+import re
 import shutil
 from collections import namedtuple
 from pathlib import Path
@@ -111,7 +112,9 @@ def test_plans_that_exceed_memory_or_disk_are_refused(recipe: Any, monkeypatch: 
         plan_recipe(recipe(*many))
 
 
-def test_heads_are_planned_and_a_table_is_refused(drafter_recipe: Path, source: Path, tmp_path: Path):
+def test_heads_are_planned_and_a_table_is_refused(
+    drafter_recipe: Path, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     content = yaml.safe_load(drafter_recipe.read_text())
     path = tmp_path / "heads.yaml"
     heads = {"kind": "heads", "out": str(tmp_path / "heads"), "target": str(source), "num_heads": 3}
@@ -122,6 +125,13 @@ def test_heads_are_planned_and_a_table_is_refused(drafter_recipe: Path, source: 
     weights = AutoModelForCausalLM.from_pretrained(source).parameters()
     assert plan.size.target_parameters == sum(p.numel() for p in weights)
     assert plan.disk["artifact"] == pytest.approx(4 * plan.size.trained, rel=0.1)
+    dflash = ["architecture=dflash", "num_layers=2", "anchors=5"]
+    plan = plan_recipe(load_training(str(path), dflash))
+    layer = 128 * (4 * 128 + 3 * 256) + 2 * 128 + 2 * 64
+    assert plan.size.trained == plan.size.parameters == 2 * layer + 128 * 128 + 2 * 128
+    assert plan.disk["artifact"] == pytest.approx(4 * plan.size.trained, rel=0.1)
+    planning.show(plan)
+    assert re.search("20 +up to 5 blocks of 4 tokens", capsys.readouterr().out)
     with pytest.raises(ValueError, match="prepare"):
         plan_recipe(load_training(str(path), [f"hidden.cache={tmp_path / 'cache'}"]))
     path.write_text(yaml.safe_dump({"kind": "table", "out": "t", "tokenizer": str(source), "data": content["data"]}))
