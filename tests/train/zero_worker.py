@@ -10,12 +10,14 @@ import sys
 from typing import Any
 
 import torch
+from draftsmith.checkpoints.heads.dflash import DFlashHeads
 from draftsmith.checkpoints.heads.eagle import EagleHeads
 from draftsmith.checkpoints.heads.files import PredictionHeads
 from draftsmith.recipes.session.launch import destroy_process_group
 from draftsmith.train.config import Medusa2, Parallel
 from draftsmith.train.loop.fit import fit
 from draftsmith.train.parallel.processes import Interrupted, TrainingError
+from draftsmith.train.tasks.dflash import DFlashTask
 from draftsmith.train.tasks.drafter import DrafterModule
 from draftsmith.train.tasks.heads import EagleTask, HeadsTask
 from draftsmith.train.tasks.medusa2 import Medusa2Task
@@ -60,11 +62,16 @@ def count_sharded(module: torch.nn.Module) -> int:
 
 def make_heads_task(options: dict[str, Any], kind: str) -> HeadsTask:
     model = make_model(**{"attention_dropout": 0.0} | options.get("model", {}))
-    if kind == "eagle":
+    if kind in ("eagle", "dflash"):
         torch.manual_seed(1)
-        eagle = EagleHeads.for_target(model.config, [0, 1], torch.arange(0, model.config.vocab_size, 2), 2)
-        eagle.attach(model.get_input_embeddings().weight, model.get_output_embeddings().weight)
-        return EagleTask(model, eagle, make_data(4, seed=1), [1.0, 0.5], {"forward-kl": 1.0})
+        proposed = torch.arange(0, model.config.vocab_size, 2)
+        weights = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+        common = make_data(4, seed=1), [1.0, 0.5], {"forward-kl": 1.0}
+        if kind == "eagle":
+            eagle = EagleHeads.for_target(model.config, [0, 1], proposed, 2).attach(*weights)
+            return EagleTask(model, eagle, *common)
+        dflash = DFlashHeads.for_target(model.config, 1, 3, 2, proposed=proposed).attach(*weights)
+        return DFlashTask(model, dflash, *common, anchors=3)
     heads = PredictionHeads.from_lm_head(model.get_output_embeddings().weight.detach().clone(), 2, 1)
     if kind == "heads":
         return HeadsTask(model, heads, make_data(4, seed=1))
