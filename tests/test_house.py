@@ -128,7 +128,7 @@ def test_every_dependency_is_pinned_to_a_version_it_allows(project: dict[str, An
 
 
 def imports(path: Path) -> Iterator[tuple[int, str, str]]:
-    """Yield the level, module and name of every import in a file, also inside functions."""
+    """Yield the level, module and name of every import in a file, including imports inside functions."""
     for node in ast.walk(parse_file(path)):
         if isinstance(node, ast.Import):
             yield from ((0, alias.name, "") for alias in node.names)
@@ -166,7 +166,7 @@ def test_imports_run_one_way(graph: dict[str, set[str]]) -> None:
 
 
 def folder_of(name: str) -> str:
-    """Return the name of a module's folder, or of the module itself if it is directly in a room."""
+    """Return the name of a module's package, or of the module itself if it lies directly in a top-level package."""
     is_folder = (ROOT / Path(*name.split(".")[1:])).is_dir()
     return name if is_folder or name.count(".") <= 2 else name.rpartition(".")[0]
 

@@ -32,7 +32,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def definitions(room: str) -> Iterator[tuple[Path, Function | ast.ClassDef]]:
-    """Yield the functions and classes of a room with their files."""
+    """Yield the functions and classes of a top-level package, with their files."""
     for path in sorted((ROOT / room).rglob("*.py")):
         for node in ast.walk(parse_file(path)):
             if isinstance(node, Function | ast.ClassDef):
@@ -56,7 +56,7 @@ def test_docstrings_of_public_functions_start_with_a_verb(room: str) -> None:
 
 
 def names(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Yield the line and name of each function, class, argument and variable, without fields of classes."""
+    """Yield the line and name of each function, class, argument and variable, except annotated class fields."""
     fields = {id(each.target) for node in ast.walk(tree) if isinstance(node, ast.ClassDef)
               for each in node.body if isinstance(each, ast.AnnAssign)}  # fmt: skip
     for node in ast.walk(tree):

@@ -6,13 +6,13 @@ from typing import Any
 
 
 def kilobytes(name: str) -> int:
-    """Return a size in kB from `/proc/self/status`; `ru_maxrss` would include the parent's peak."""
+    """Return the field `name` of `/proc/self/status` in kB; `ru_maxrss` would include the parent's peak."""
     with open("/proc/self/status") as status:
         return next(int(line.split()[1]) for line in status if line.startswith(name))
 
 
 def prepare_limited(megabytes: int, corpus: str, tokenizer_folder: str, out: str) -> dict[str, Any]:
-    """Prepare a corpus under a limit on allocated memory; return the peak and the prepared size."""
+    """Prepare a corpus with limited memory; return the memory peaks in MB and the size of the prepared data."""
     import resource
 
     resource.setrlimit(resource.RLIMIT_DATA, (megabytes * 1_000_000, megabytes * 1_000_000))
@@ -29,7 +29,7 @@ def prepare_limited(megabytes: int, corpus: str, tokenizer_folder: str, out: str
 
 
 def count_zipf(name: str, tokens: int) -> dict[str, float]:
-    """Count tokens that follow Zipf's law into a finished table; return times and memory.
+    """Count the bigrams of Zipf-distributed tokens and write the table; return times and peak memory.
 
     The tokens are drawn from a precomputed table, because exact sampling takes far longer than counting.
     """
@@ -61,7 +61,7 @@ def count_zipf(name: str, tokens: int) -> dict[str, float]:
 
 
 def load_table(name: str) -> tuple[float, float]:
-    """Return the seconds to load and check a table, and its memory in MB apart from mapped files."""
+    """Return the seconds to load and check a table, and its memory in MB without memory-mapped files."""
     from draftsmith.checkpoints.table.table import BigramTable
 
     BigramTable.from_documents([], 10)

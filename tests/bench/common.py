@@ -27,7 +27,7 @@ LLAMA = SHARED / "tokenizer" / "llama2c"
 
 
 def parser_of(doc: str | None, quick: str, pair: bool = False, **numbers: int) -> argparse.ArgumentParser:
-    """Return a parser with `--quick`, integer options with the given defaults and optionally `--pair`."""
+    """Return an argument parser with `--quick`, optionally `--pair`, and integer options with defaults `numbers`."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help=quick)
     if pair:
@@ -132,7 +132,7 @@ def against_tokenizers(
 
 
 def peak_above(job: Callable[[], Any]) -> tuple[Timed, int]:
-    """Run a job and return its result and times, and its peak memory in bytes above that before the call."""
+    """Run a job; return its result with times, and the bytes by which its peak memory exceeds that at the start."""
     Path("/proc/self/clear_refs").write_text("5")
     before = kilobytes("VmRSS")
     result = timed(job)
@@ -140,7 +140,7 @@ def peak_above(job: Callable[[], Any]) -> tuple[Timed, int]:
 
 
 def own_process(function: str, *arguments: Any, environment: Mapping[str, str] | None = None) -> Any:
-    """Run `module.function` of this folder in a separate process and return its result."""
+    """Run a function of this folder, given as `module.function`, in a separate process; return its result."""
     module, _, name = function.partition(".")
     code = f"import json, sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); from {module} import {name}; "
     code += f"print(json.dumps({name}(*json.loads(sys.argv[1]))))"

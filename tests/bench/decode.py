@@ -142,9 +142,9 @@ def host_microseconds(vocab_size: int, table: BigramTable | None, gamma: int, to
 
 @torch.inference_mode()
 def prune_share(target: LanguageModel, heads: Any, table: BigramTable | None, runs: int) -> tuple[float, float]:
-    """Return the time to find the 40 best paths for 4 heads x top 10, relative to a one-token forward pass.
+    """Return the time to select the 40 best paths from the top 10 of 4 heads, relative to a one-token forward pass.
 
-    The second value includes building the tree's topology and tokens. Calls are interleaved in groups of twenty.
+    The second value also includes the construction of the tree. Each timed job repeats its call twenty times.
     """
     proposer = PrunedHeadTree(heads, table, 40, (10,) * 4, 0.01, 4)
     generator = torch.Generator().manual_seed(0)

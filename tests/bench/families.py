@@ -133,7 +133,7 @@ def try_family(kind: str, overrides: dict[str, Any]) -> tuple[dict[str, bool], s
 
 
 def export(model: Any) -> None:
-    """Export the model as a drafter for transformers; the export checks the tensors and logits of both folders."""
+    """Export the model as a drafter for transformers, which also compares tensors and logits with the original."""
     with tempfile.TemporaryDirectory() as folder:
         source, about = Path(folder, "drafter"), {"vocab_size": VOCAB, "tokenizer_fingerprint": None, "target": None}
         save_artifact(source, kind="drafter", write=lambda out: model.save_pretrained(out), **about)

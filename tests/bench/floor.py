@@ -44,7 +44,7 @@ def rates(dtype: torch.dtype, runs: int) -> tuple[float, float]:
 
 @torch.inference_mode()
 def of_format(folder: str, name: str, runs: int, context: int, numbers: Sequence[int] | None) -> dict[str, Any]:
-    """Measure forward passes in one dtype; with `numbers`, only for these numbers of rows."""
+    """Measure forward passes in one dtype; `numbers` restricts the benchmark to these row counts (None: no limit)."""
     model = load_model(folder, dtype=name)
     dtype, width = model.dtype, 1 if name == "int8" else model.dtype.itemsize
     shape = meta_model(model.config)

@@ -43,7 +43,7 @@ SAMPLED = {"temperature": 0.25}
 
 
 def rising(metric: str, *labels: str) -> Predicate:
-    """Return a predicate that a metric increases from row to row."""
+    """Return a predicate that checks whether a metric increases from row to row, in the order of `labels`."""
 
     def holds(rows: Rows) -> Any:
         values = [getattr(rows[label], metric) for label in labels]
@@ -53,7 +53,7 @@ def rising(metric: str, *labels: str) -> Predicate:
 
 
 def close(metric: str, label: str, other: str, tolerance: float) -> Predicate:
-    """Return a predicate that two rows agree within a tolerance, which is absolute for log-perplexities."""
+    """Return a predicate that checks whether two rows agree within a relative tolerance (log-perplexity: absolute)."""
 
     def holds(rows: Rows) -> Any:
         value, reference = getattr(rows[label], metric), getattr(rows[other], metric)
@@ -63,7 +63,7 @@ def close(metric: str, label: str, other: str, tolerance: float) -> Predicate:
 
 
 def closed_form(label: str, gamma: int) -> Predicate:
-    """Return a predicate that tokens per step are within 10 % of (1 - α^(γ+1)) / (1 - α)."""
+    """Return a predicate that compares tokens per step with (1 - α^(γ+1)) / (1 - α) for acceptance rate α (± 10 %)."""
 
     def holds(rows: Rows) -> Any:
         expected = sum(rows[label].acceptance_rate ** depth for depth in range(gamma + 1))
@@ -231,7 +231,7 @@ CLAIMS: dict[str, dict[str, Predicate]] = {
 
 
 def metrics_of(row: Mapping[str, Any]) -> SimpleNamespace:
-    """Return the metrics of a row of results, each resampled over the prompts to an array [R]."""
+    """Return each metric of a row as an array: its value over all prompts, then its values for resampled prompts."""
 
     def column(name: str) -> np.ndarray:
         return np.array([prompt[name] or 0 for prompt in row["by_prompt"]], float)
@@ -258,7 +258,7 @@ def metrics_of(row: Mapping[str, Any]) -> SimpleNamespace:
 
 
 def recipe_for(name: str, folder: Path, options: Any, **changes: Any) -> EvaluateRecipe:
-    """Return a shipped recipe for the pair at small size, without rows that need more heads than the pair has."""
+    """Return a shipped recipe with small limits for the pair, without rows that need more heads than the pair has."""
     recipe = load_recipe(f"evaluate/{name}", kinds=["evaluate"])
     assert isinstance(recipe, EvaluateRecipe)
     undistilled = folder / "drafter-stage1"
@@ -308,7 +308,7 @@ def partial_table(folder: Path, limit: int) -> Path:
 
 
 def judge(predicate: Predicate, rows: Rows) -> str:
-    """Return "held", "not held" or "noise" for a claim on resampled rows, or "not measured"."""
+    """Return the verdict on a claim about resampled rows: "held", "not held", "noise" or "not measured"."""
     try:
         holds = np.asarray(predicate(rows), dtype=bool)
     except (KeyError, AttributeError):

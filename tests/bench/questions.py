@@ -40,7 +40,7 @@ def loaded(path: Path) -> Any:
 
 
 def first(conversations: Any, speaker: str) -> list[str]:
-    """Return the speaker's first turn in each conversation, if there is one."""
+    """Return the first turn of `speaker` in each conversation that has one."""
     turns = ([turn["value"] for turn in row["conversations"] if turn["from"] == speaker] for row in conversations)
     return [values[0] for values in turns if values]
 
@@ -64,7 +64,7 @@ def problem(rng: random.Random) -> str:
 
 
 def collect(limit: int, rng: random.Random) -> dict[str, list[str]]:
-    """Return candidate texts by kind, usually more than `limit` requires."""
+    """Return candidate texts by kind, from which about `limit` questions are sampled."""
     general = loaded(SHARED / "instruct" / "halueval_general_data.json")
     alpaca = loaded(SHARED / "instruct" / "alpaca_en_demo.json")
     chats = [*loaded(SHAREGPT), *loaded(SHARED / "chat_multi" / "mtbench101_sharegpt.json")]

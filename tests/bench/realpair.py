@@ -116,7 +116,7 @@ def title_of(options: argparse.Namespace, temperature: float) -> str:
 
 
 def rows_of(chosen: Sequence[str], folder: Path) -> list[dict[str, Any]]:
-    """Return the baseline and the rows of a pair whose labels match one of the patterns (default: all)."""
+    """Return the baseline and those rows of a pair whose labels match a pattern in `chosen` (empty: all rows)."""
     entries = [(name, {}) for name, method in METHODS.items() if method.lossless or name == "mjsd"] + MORE
     entries = [row for row in entries if row[0] != BASELINE["method"]]
     if mask_token(load_config(str(folder / "drafter"))) is not None:
@@ -145,7 +145,7 @@ def rounded(value: Any) -> Any:
 
 
 def short(word: Path | str) -> str:
-    """Return the last two parts of an absolute path, and other arguments unchanged."""
+    """Shorten an absolute path to its last two parts; return any other argument unchanged."""
     return str(Path(*Path(word).parts[-2:])) if Path(word).is_absolute() else str(word)
 
 
@@ -170,7 +170,7 @@ def methods(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def numbers_of(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the rounded metrics of a row that the results file contains."""
+    """Return those metrics of a row that the results file stores, rounded."""
     numbers = {key: row[key] for key in NUMBERS}
     numbers["groups"] = {name: {key: part[key] for key in IN_GROUPS} for name, part in row["by_category"].items()}
     return dict(rounded(numbers))

@@ -25,7 +25,7 @@ from torch.profiler import ProfilerActivity, profile
 
 
 def device_time(call: Callable[[], Any], runs: int) -> tuple[float, float]:
-    """Return the median microseconds of a call on the device, and on the host until all work is queued."""
+    """Return the median microseconds of a call on the device, and of the host until it has queued all kernels."""
     times, queued = [], []
     for _ in range(runs + 3):
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -52,7 +52,7 @@ def kernels(call: Callable[[], Any], runs: int = 3) -> dict[str, tuple[float, fl
 
 @torch.inference_mode()
 def of_shape(shape: str, options: argparse.Namespace, rate: float) -> dict[str, Any]:
-    """Measure replayed forward passes of a shape by context length and number of rows."""
+    """Measure replayed forward passes by context length and number of rows; `rate` is the bandwidth in bytes per µs."""
     positions = max(options.context) + max(options.rows) + 64
     llama = random_llama(SHAPES[shape], positions, "cuda", getattr(torch, options.dtype)).eval().requires_grad_(False)
     weights = sum(parameter.nbytes for parameter in llama.model.layers.parameters()) + llama.lm_head.weight.nbytes

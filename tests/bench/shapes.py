@@ -126,7 +126,7 @@ class FixedPattern(Verifier):
 def steps_of(
     target: LanguageModel, method: Method, context: int, batch: int, limits: Limits, profile: Profile | None = None
 ) -> tuple[int, int, float]:
-    """Return the number of new tokens of all rows, the number of steps and their seconds, without prefill."""
+    """Decode after the prefill; return the number of new tokens in all rows, the number of steps and the seconds."""
     rng, prompts = Rng.for_rows(0, batch, target.device), [[1] * context for _ in range(batch)]
     steps = generate(target, *method, prompts, limits, Sampling(), rng, profile)
     next(steps)

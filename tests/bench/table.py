@@ -67,7 +67,7 @@ def zipf_tokens(vocab_size: int, size: int, seed: int) -> np.ndarray:
 
 
 def count(folder: Path, quick: bool) -> dict[str, Any]:
-    """Measure the speed of counting from memory by vocabulary size and document length."""
+    """Measure the speed of counting bigrams of tokens in memory, by vocabulary size and document length."""
     batches = 48 if quick else 256
     result: dict[str, Any] = {}
     for vocab_size in VOCABULARIES:
@@ -186,7 +186,7 @@ def _lookups(table: BigramTable, runs: int) -> dict[str, float]:
 
 
 def _candidates(rng: np.random.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the pairs of a step of SLiM: previous tokens [B, K, 1, C] and candidates [B, K, C, 1]."""
+    """Return the token pairs that SLiM looks up in a step: previous tokens [B, K, 1, C] and candidates [B, K, C, 1]."""
     candidates_BKC = torch.from_numpy(draw(rng, ROWS, LEVELS, WIDTH))
     root_B11 = torch.from_numpy(draw(rng, ROWS, 1, 1))
     before_BKC = torch.cat((root_B11.expand(-1, 1, WIDTH), candidates_BKC[:, :-1]), 1)

@@ -50,7 +50,7 @@ def fetched(folder: Path) -> Path:
 
 
 def outcomes(folders: list[Path]) -> Iterator[tuple[str, bool, str]]:
-    """Yield each template's name, whether its prompts are correct, and its training fault ("" if there is none)."""
+    """Yield the name of each template, whether its prompts are correct, and the return value of `fault`."""
     folder_paths = [(path.partition("/")[0], folder / path) for folder in folders for path in PLACES]
     for package, file in ((package, file) for package, path in folder_paths for file in sorted(path.glob("*.jinja"))):
         if file.stem.endswith("_training"):
@@ -65,7 +65,7 @@ def outcomes(folders: list[Path]) -> Iterator[tuple[str, bool, str]]:
 
 
 def served(tokenizer: Any, template: Template, turns: int, *, prompt: bool) -> list[int]:
-    """Return the token ids that transformers renders for the first turns."""
+    """Return transformers' token ids for the first `turns` turns; `prompt` adds the start of the next answer."""
     messages: list[dict[str, Any]] = [{"role": turn.role, "content": turn.text} for turn in TURNS[:turns]]
     messages = in_parts(messages) if template.parts else messages
     options = {"add_generation_prompt": prompt, "return_dict": False, "date_string": "26 Jul 2024"}

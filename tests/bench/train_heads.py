@@ -46,7 +46,7 @@ WEIGHTS = {"hard": {"cross-entropy": 1.0}, "soft": {"forward-kl": 1.0}}
 
 @dataclass
 class Inputs:
-    """Inputs of both implementations. Their gradients are cleared before every run."""
+    """Inputs of the fused and the naive loss. Their gradients are cleared before every run."""
 
     features_XKD: Tensor
     projections: list[Tensor]

@@ -57,12 +57,12 @@ def make_folder() -> None:
 
 
 def walk(command: str, recipe: dict[str, Any]) -> dict[str, int]:
-    """Run a command in a profiled child process; return the numbers of files with called functions and of climbs."""
+    """Profile a command in a child process; count the files whose functions run, and the calls into higher packages."""
     passed: set[str] = set()
     climbs: set[tuple[str, str]] = set()
 
     def inside(path: str) -> str:
-        """Return the path relative to the package, or "" if it is outside of the rooms."""
+        """Return the path relative to draftsmith, or "" if it is outside of its five top-level packages."""
         relative = path.removeprefix(f"{ROOT}/") if path.startswith(f"{ROOT}/") else ""
         return relative if relative.partition("/")[0] in ROOMS else ""
 

@@ -110,7 +110,7 @@ def running_hub() -> Iterator[Hub]:
 
 
 def point_client(url: str, home: Path, monkeypatch: pytest.MonkeyPatch, token: str | None = None) -> None:
-    """Direct the client of this process to the stand-in."""
+    """Make the hub client of this process use the local hub at `url`."""
     for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
         monkeypatch.delenv(name, raising=False)
     paths = {"HF_TOKEN_PATH": "token", "AGENT_HARNESSES_PATH": "agents", "HF_HUB_CACHE": "hub"}

@@ -27,7 +27,7 @@ def sentencepiece_like(style: str) -> PreTrainedTokenizerFast:
 
     `style` determines where "▁" is added at the start of a text, like `legacy` and `add_prefix_space` in transformers:
     "always" adds it to every piece of text that does not begin with a space, "first" only at the start of a document,
-    "never" nowhere, and "prepend" to every piece.
+    "prepend" to every piece, and "never" does not add it.
     """
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), "▁", *map(chr, range(33, 127))]
     tokens += ["".join(pair) for pair in MERGES]

@@ -48,7 +48,7 @@ class MarkovModel(LanguageModel):
 
 
 class OneStream(Rng):
-    """Random numbers of all rows from one generator: rows are not reproducible separately, but many rows are cheap."""
+    """Fast random numbers for many rows from a single generator. The numbers of one row cannot be reproduced alone."""
 
     def __init__(self, seed: int, rows: int) -> None:
         self.device = torch.device("cpu")
@@ -83,5 +83,5 @@ def make_markov() -> type[MarkovModel]:
 
 @pytest.fixture
 def make_stream() -> type[OneStream]:
-    """Return the class of an `Rng` for thousands of rows."""
+    """Return the class of a fast `Rng` for thousands of rows."""
     return OneStream

@@ -237,8 +237,8 @@ def test_block_drafters_are_exact(
 
 
 def test_block_verification_accepts_as_many_tokens_as_its_formula(make_stream: MakeStream) -> None:
-    """Chains of three tokens come from fixed distributions. The mean length is Σᵢ E pᵢ within five standard errors, and
-    larger than that of token verification, Σᵢ E Πⱼ min(1, p/q)."""
+    """The mean accepted length of three draft tokens is Σᵢ E pᵢ, pᵢ = min(1, pᵢ₋₁ p/q), within five standard errors.
+    Token verification accepts fewer tokens, Σᵢ E Πⱼ min(1, p/q). p and q are target and draft probabilities."""
     rows, vocab, depth = 200_000, 3, 3
     stream = torch.Generator().manual_seed(4)
     target_KV, draft_KV = torch.rand(2, depth + 1, vocab, generator=stream).softmax(-1).pow(3)
@@ -307,7 +307,7 @@ def test_nearly_disjoint_supports(
     options: dict[str, Any],
     sampling: Sampling,
 ) -> None:
-    """Target and drafter each put their mass on about two tokens, by top_k or a low temperature; most differ."""
+    """Target and drafter each have about two likely tokens, by top-k or a low temperature. Most of them differ."""
     target = make_llama(VOCAB, seed=0, sharpness=3.0, **SMALL)
     drafter, other = (wrap_model(make_llama(VOCAB, seed=seed, sharpness=3.0, **SMALL), check=False) for seed in (9, 10))
     parts = Parts(drafter, more_drafters=(other,))
@@ -391,7 +391,7 @@ def test_a_nearly_certain_drafter_leaves_the_target_distribution(
 def test_a_drafter_that_is_the_target_leaves_no_residual(
     make_llama: Callable[..., LlamaForCausalLM], make_stream: MakeStream, name: str
 ) -> None:
-    """p - q is 0 everywhere, so the first candidate must always be accepted."""
+    """Target and draft probabilities are equal, so the first candidate must always be accepted."""
     target = make_llama(VOCAB, seed=0, **SMALL)
     scorer = wrap_model(target, check=False)
     sampling = Sampling(1.0)
@@ -402,7 +402,7 @@ def test_a_drafter_that_is_the_target_leaves_no_residual(
 
 
 class WrongResidual(ExactChain):
-    """Verifier that samples the token after a rejection from p instead of [p - q]+."""
+    """Verifier that samples the token after a rejection from the target's p instead of the residual [p - q]+."""
 
     def residual_distribution(self, target_BV: torch.Tensor, draft_BV: torch.Tensor) -> torch.Tensor:
         return target_BV
@@ -425,7 +425,7 @@ def test_the_test_detects_a_mismatch_of_replacement(
 def test_the_test_detects_a_wrong_rho(
     pair: tuple[LlamaForCausalLM, Parts], make_stream: MakeStream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """ρ = 1 accepts too many of the drafter's tokens."""
+    """With ρ = 1, SpecTr's k-SEQ algorithm accepts too many draft tokens."""
     monkeypatch.setattr(verifiers, "k_seq_rho", lambda target_BV, *_: torch.ones_like(target_BV[:, :1]))
     method = build_method("spectr", pair[1], Sampling(1.0), gamma=2, num_drafts=4)
     assert p_value(method, pair[0], Sampling(1.0), make_stream(11, ROWS)) < FALSE_ALARM

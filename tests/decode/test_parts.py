@@ -158,7 +158,7 @@ def test_speedup_is_a_ratio_of_throughputs_with_an_interval() -> None:
 
 @pytest.mark.parametrize("shape", ["3x2x2", "0, 1, 0.0, 1.2, 0.0.1"])
 def test_typical_acceptance_by_hand(shape: str) -> None:
-    """The deepest path of tokens with p > min(ε, δ exp(-H)) is accepted; the most likely path breaks ties."""
+    """The deepest path of tokens with p > min(ε, δ exp(-entropy)) is accepted, or the most likely of several."""
     tree, _ = parse_tree(shape)
     rows, vocab, epsilon, delta = 300, 12, 0.09, 0.3
     generator = torch.Generator().manual_seed(1)

@@ -26,7 +26,7 @@ Path = tuple[int, ...]
 
 
 class Row:
-    """Context of one row with the only attribute that `start` reads."""
+    """Minimal context of one row for `start`, which only reads the lengths."""
 
     lengths = (1,)
 
@@ -46,7 +46,7 @@ def paths_of(parents: Sequence[int], tokens: Sequence[int]) -> list[Path]:
 
 
 def likely(text: list[int], texts: list[list[int]], guesses: list[dict[int, float]], depth: int) -> dict[Path, float]:
-    """Compute the joint probability of every path by a search over all positions of all texts."""
+    """Compute the joint probabilities of paths by exhaustive search; `guesses` has token probabilities by depth."""
     length = next((n for n in range(min(16, len(text) - 1), 0, -1) if text[-n:] in ends(text[:-1], n)), 0)
     start = max((end for end in range(length, len(text)) if text[end - length : end] == text[-length:]), default=0)
     suffix_match = tuple(text[start + step % (len(text) - start)] for step in range(depth)) if length else ()
@@ -154,7 +154,7 @@ def likeliest(
 ) -> tuple[set[Path], int]:
     """Return the paths that `DynamicTree` should propose, and the number of nodes that its drafter should run.
 
-    `known` has the joint probabilities of paths from suffix matches."""
+    `after` returns the drafter's distribution after a path; `known` has joint probabilities of suffix matches."""
     joint, ran = {(): 1.0} | known, 0
 
     def best() -> list[Path]:

@@ -34,7 +34,7 @@ MakeHeads = Callable[..., torch.nn.Module]
 
 
 class RecordingVerifier(Verifier):
-    """Verifier that records the proposals to another verifier."""
+    """Verifier that records each proposal and passes it to another verifier."""
 
     def __init__(self, verifier: Verifier) -> None:
         self.verifier, self.lossless, self.score_type = verifier, verifier.lossless, verifier.score_type
@@ -52,7 +52,7 @@ def trace(
     limits: Limits,
     prompts: Sequence[Sequence[int]] = PROMPTS,
 ) -> Iterator[tuple[list[int], list[int], int, list[int]]]:
-    """Yield the text before, the drafted chain, the number of accepted tokens and the new tokens by step and row."""
+    """Yield the text before the step, draft chain, number of accepted tokens and new tokens, by step and row."""
     watching = RecordingVerifier(method.verifier)
     texts = [list(prompt) for prompt in prompts]
     rng = Rng.for_rows(0, len(prompts))
@@ -193,7 +193,7 @@ def test_the_oracle_drafts_only_accepted_tokens(make_llama: MakeLlama) -> None:
 def test_the_oracle_is_faster_than_any_fixed_length(
     make_markov: MakeMarkov, draft_cost: float, token_cost: float
 ) -> None:
-    """The drafter is nearly exact after six of the eight tokens, and wrong after the other two."""
+    """After six of the eight tokens, the drafter nearly equals the target; after the other two, it is wrong."""
     target_VV = torch.from_numpy(np.random.default_rng(0).dirichlet(np.full(8, 1.0), 8))
     wrong_VV = torch.nn.functional.one_hot(target_VV.argmin(1), 8)
     draft_VV = torch.where(
@@ -274,7 +274,7 @@ def test_bpd_is_slim_with_one_full_sequence(make_llama: MakeLlama, make_heads: M
 def test_slim_keeps_the_highest_posteriors(
     make_heads: MakeHeads, unseen: float, add_k: float, lengths: str, sequences: int, widths: str
 ) -> None:
-    """The posteriors Π p Π r of all sequences are enumerated for three rows; the table lacks half of the pairs."""
+    """All sequences are ranked by the product of head probabilities and correlations; half of the pairs are unseen."""
     vocab, depth, counts = 12, 4, parse_branching(widths)
     rng, generator = np.random.default_rng(3), torch.Generator().manual_seed(sequences)
     documents = [rng.integers(0, vocab, 8) for _ in range(12)]
@@ -308,7 +308,7 @@ def test_slim_keeps_the_highest_posteriors(
 
 
 def test_slim_decodes_without_any_sequence(make_llama: MakeLlama, make_heads: MakeHeads) -> None:
-    """With r = 0 for unseen pairs, the tree may consist of the root only."""
+    """If unseen pairs have correlation 0, the tree may consist of the root only."""
     model = make_llama(12, seed=0)
     expected = [greedy(model, prompt, 20) for prompt in PROMPTS]
     for documents in ([np.arange(1)], [np.arange(12), np.arange(4)]):
@@ -375,7 +375,7 @@ def test_prompt_lookup_continues_periodic_texts(make_markov: MakeMarkov) -> None
 
 
 def latest_match(text: list[int], longest: int) -> int:
-    """Return the position after the longest earlier match of a text's end (the latest one), by a full search."""
+    """Find the longest suffix that occurs earlier in a text; return the end of its latest occurrence, or -1."""
     for size in range(min(longest, len(text) - 1), 0, -1):
         for end in range(len(text) - 1, size - 1, -1):
             if text[end - size : end] == text[-size:]:

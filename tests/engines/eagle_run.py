@@ -50,7 +50,7 @@ class PlainAttention(nn.Module):
 
 
 def vllm_model(folder: str, target: str) -> tuple[Any, Any, Callable[[], None]]:
-    """Return the module with loaded weights, its forward context, and a function to call after changing weights."""
+    """Return vLLM's loaded module, its forward context, and a function that must be called after changing weights."""
     from vllm.config import set_current_vllm_config
     from vllm.distributed import init_distributed_environment, initialize_model_parallel
     from vllm.engine.arg_utils import EngineArgs
@@ -92,7 +92,7 @@ def sglang_model(folder: str, target: str) -> tuple[Any, Any, Callable[[], None]
 
 
 def step_of(engine: str, model: Any, tokens_T: Tensor, places_T: Tensor, above_TX: Tensor) -> tuple[Tensor, Tensor]:
-    """Run one drafting step; return the hidden states [T, D] for the logits and the input of the next step."""
+    """Run one drafting step of an engine; return the hidden states [T, D] for the logits and for the next step."""
     if engine == "vllm":
         if above_TX.shape[1] != model.config.hidden_size:
             above_TX = model.combine_hidden_states(above_TX)

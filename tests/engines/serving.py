@@ -12,13 +12,13 @@ PATIENCE = 600
 
 
 def environment(**overrides: str) -> dict[str, str]:
-    """Return the environment of this process without its Python paths."""
+    """Return the environment variables for an engine, without the Python paths of this process."""
     variables = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONHOME")}
     return variables | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"} | overrides
 
 
 def answer_of(python: str, script: str, request: Mapping[str, Any], **more: str) -> dict[str, Any]:
-    """Run a script of this folder with an engine's Python on a JSON object, and return the script's answer.
+    """Send a JSON object to a script of this folder, run with an engine's Python; return the answer of the script.
 
     Raises:
         RuntimeError: The script failed; the message has the end of its error output.

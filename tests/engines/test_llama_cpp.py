@@ -58,7 +58,7 @@ pytestmark = [
 
 
 def successors(wrong_every: int = 0) -> list[int]:
-    """Return each token's successor in a cycle over all tokens except special ones; each `wrong`th one is changed."""
+    """Return each token's successor in a cycle of ordinary tokens; every `wrong_every`th is changed (0: none)."""
     order = np.random.default_rng(0).permutation(np.arange(len(SPECIAL), VOCAB))
     following = np.arange(VOCAB)
     following[order] = np.roll(order, -1)
@@ -69,7 +69,7 @@ def successors(wrong_every: int = 0) -> list[int]:
 
 
 def model_of(following: list[int], layers: int = 2) -> LlamaForCausalLM:
-    """Return a model whose output depends on its cache through attention."""
+    """Return a model that mostly predicts `following[token]`, but whose output also depends on its cache."""
     torch.manual_seed(0)
     sizes = {"vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": 96, "num_hidden_layers": layers}
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
@@ -137,7 +137,7 @@ def works(tmp_path_factory: pytest.TempPathFactory, serving: ModuleType) -> Work
 
 
 def run(program: str, *arguments: str | Path, last: str = "") -> tuple[bytes, str]:
-    """Run a program of llama.cpp until its output contains `last`, since it may be cut off; return stdout and all."""
+    """Run a llama.cpp program, again if its output was cut off before `last`; return stdout and the whole output."""
     command = [ENGINE / "build" / "bin" / program, *arguments]
     for _ in range(TRIES):
         process = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False, timeout=600)

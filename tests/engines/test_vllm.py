@@ -135,7 +135,7 @@ class Works:
         return answer
 
     def served(self, folder: Path, log: Path) -> AbstractContextManager[Running]:
-        """Start vLLM with the command of an export's SERVING.md; the context gives the running server."""
+        """Start vLLM with the command in an export's SERVING.md; the context manager yields the running server."""
         blocks = re.findall(r"```bash\n(.*?)```", (folder / SERVING_FILE).read_text(), re.DOTALL)
         (command,) = [block for block in blocks if "vllm serve" in block]
         command = f'{command.rstrip()} --enforce-eager --dtype float32 --max-model-len 128 "$@"'

@@ -17,7 +17,7 @@ _TINY = 1e-300
 
 
 def total_variation(target_XV: Floats, draft_XV: Floats) -> Floats:
-    """Compute TV(p, q) = ½ Σ |p - q|, [...], which is D_LK of arXiv 2211.17192 (definition 3.2, lemma 3.3)."""
+    """Compute TV(p, q) = ½ Σ |p - q|, [...]; it equals D_LK of arXiv 2211.17192 (definition 3.2, lemma 3.3)."""
     return np.asarray(np.abs(target_XV - draft_XV).sum(-1) / 2)
 
 
@@ -38,7 +38,7 @@ def refusals(target_XV: Floats, draft_XV: Floats, candidates: int) -> tuple[Floa
 
 
 class OverAccepted(NamedTuple):
-    """Results of over-acceptance with b = min(1, (p + ε)/q) for one pair of distributions."""
+    """Results of over-acceptance, b = min(1, (p + ε)/q), for a target distribution p and a draft distribution q."""
 
     accept_V: Floats
     """Acceptance probabilities b, [V]."""
@@ -55,7 +55,7 @@ class OverAccepted(NamedTuple):
 def over_acceptance(target_V: Floats, draft_V: Floats, epsilon: float) -> OverAccepted:
     """Compute rejection probability, minimum bias and outputs of over-acceptance (arXiv 2411.00841, theorem 4).
 
-    Loss*(b) = ½ Σ |p - bq| - ½ Σ (1 - b) q.
+    The minimum bias is Loss*(b) = ½ Σ |p - bq| - ½ Σ (1 - b) q for the acceptance probabilities b.
     """
     if not 0 <= epsilon <= 1:
         raise ValueError(f"epsilon must lie in [0, 1], got {epsilon}")

@@ -32,7 +32,7 @@ class Fault(NamedTuple):
 
 
 def edit(function: str, pieces: Sequence[str]) -> Callable[[pytest.MonkeyPatch], None]:
-    """Return a function that replaces fragments in the source of a library function."""
+    """Return a function that edits a library function's source; `pieces` has old and new fragments in turn."""
     module, _, name = function.partition(":")
     original = reduce(getattr, name.split("."), importlib.import_module(f"draftsmith.decode.{module}"))
 

@@ -228,7 +228,7 @@ class PretendCuda:
             raise DeviceError(f"operation not permitted when stream is capturing: {event}")
 
     def mix(self, what: str) -> None:
-        """Raise the error of CUDA for tensors on different devices."""
+        """Raise the error that CUDA raises for tensors on different devices; `what` describes the operation."""
         raise DeviceError(f"expected all tensors to be on the same device: {self.where()}: {what}")
 
     def launch(self, name: str) -> None:
@@ -342,7 +342,7 @@ class _Operations(TorchDispatchMode):
 
 
 class _Calls(TorchFunctionMode):
-    """Mode that handles Python calls before C++ code checks devices."""
+    """Mode that intercepts calls of torch functions before their C++ code checks the devices of tensors."""
 
     def __init__(self, owner: PretendCuda) -> None:
         super().__init__()

@@ -49,11 +49,9 @@ def decode(
 ) -> Any:
     """Decode prompts with a method.
 
-    The numbers of accepted tokens are returned too, since the texts do not depend on the draft tokens.
-
     Returns:
-        The texts with the numbers of accepted draft tokens per step, and the synchronisations and launches of later
-        steps.
+        The texts with the numbers of accepted draft tokens per step (texts do not depend on drafts), and the
+        synchronisations and launches of each step in the second half except the last.
     """
     sampling, counts, accepted = Sampling(temperature), [], []
     rng = Rng.for_rows(3, batch, target.device)

@@ -73,7 +73,7 @@ class StandIns:
 
 @pytest.fixture(scope="session")
 def stand_ins(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> StandIns:
-    """Save two models per family with different weights."""
+    """Save a target and a drafter with different weights for each model family."""
     folder = tmp_path_factory.mktemp("models")
     varied = ["".join(random.Random(i).choices("abcdefghij", k=6)) for i in range(200)]
     tokenizer = train_bpe([*WORDS, *varied], VOCAB, ("<pad>", "<s>", "<|im_start|>", "<|im_end|>", "</s>"))

@@ -36,7 +36,7 @@ READERS: dict[Callable[[Path], Any], tuple[str, ...]] = {
 
 @pytest.fixture(scope="module")
 def whole(tiny_drafter: Any, tiny_pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write a folder with a stopped run and artifacts; return it and a copy that restores it."""
+    """Write a folder with artifacts and an unfinished run, and a copy from which tests restore it."""
     home = tmp_path_factory.mktemp("whole") / "home"
     home.mkdir()
     (home / "drafter.yaml").write_text(yaml.safe_dump(tiny_drafter(home)))

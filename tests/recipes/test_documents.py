@@ -26,7 +26,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs" / "tutorials").glob("*.md"))
 
 
 def script_of(page: str) -> str:
-    """Join the code blocks of a page into one shell script, and apply the replacements."""
+    """Join the code blocks of a page into one shell script, with the replacements of the page's test comments."""
     changes = {key: value for _, text in COMMENT.findall(page) for key, value in yaml.safe_load(text or "{}").items()}
     blocks, unused = BLOCK.findall(page), set(changes)
     assert len(blocks) == len(OPENING.findall(page)), "a block is not closed, or its language is not `bash` or `python`"

@@ -59,7 +59,7 @@ def head_of(card: str) -> dict[str, Any]:
 
 
 def rendered(card: str) -> list[Token]:
-    """Parse the body as Markdown with tables, strikethrough and HTML, and return its tokens."""
+    """Parse the body of a model card as Markdown with tables, strikethrough and HTML, and return its tokens."""
     reader = MarkdownIt("commonmark", {"html": True}).enable(["table", "strikethrough"])
     return [token for block in reader.parse(card.split("\n---\n", 1)[1]) for token in (block, *(block.children or []))]
 

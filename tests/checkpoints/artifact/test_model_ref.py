@@ -30,7 +30,7 @@ Make = Callable[..., LlamaForCausalLM]
 
 @pytest.fixture
 def model(tmp_path: Path, make_llama: Make) -> Path:
-    """Save a model with unrelated files."""
+    """Save a model in a folder that also has unrelated files."""
     make_llama(320).save_pretrained(tmp_path / "model")
     for name in ("tokenizer.json", "README.md", "results.json"):
         (tmp_path / "model" / name).write_text("{}")
@@ -38,7 +38,7 @@ def model(tmp_path: Path, make_llama: Make) -> Path:
 
 
 def flip(path: Path) -> None:
-    """Change the last byte in place and restore the modification time of the file."""
+    """Change the last byte of a file in place, and restore its modification time."""
     before = path.stat()
     content = path.read_bytes()
     path.write_bytes(content[:-1] + bytes([content[-1] ^ 0x40]))

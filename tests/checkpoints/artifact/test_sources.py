@@ -113,7 +113,7 @@ def test_models_are_left_to_transformers_and_artifacts_are_verified(
 
 
 def resolved(source: str, kind: str) -> str:
-    """Resolve a name; return the file names of the artifact, or the error message."""
+    """Resolve the source of an artifact; return the names of its files, or the error message."""
     try:
         return str(sorted(path.name for path in resolve(source, kind).iterdir()))
     except ValueError as error:

@@ -59,7 +59,7 @@ def save(tmp_path: Path, target: Path) -> Make:
 
 @pytest.fixture
 def make_drafter(save: Make, make_llama: Callable[..., LlamaForCausalLM]) -> Make:
-    """Return a function that writes a random Llama as a drafter artifact, whose folder is changed by `also`."""
+    """Return a function that saves a random Llama as a drafter artifact; `also` may change the folder first."""
 
     def build(
         dtype: torch.dtype = torch.float32,
@@ -92,7 +92,7 @@ def make_drafter(save: Make, make_llama: Callable[..., LlamaForCausalLM]) -> Mak
 
 @pytest.fixture
 def make_adapter(save: Make, make_llama: Callable[..., LlamaForCausalLM], tmp_path: Path) -> Make:
-    """Return a function that writes a LoRA adapter as an artifact, and its base model to `base`."""
+    """Return a function that saves a LoRA adapter as an artifact, and its base model in the folder `base`."""
 
     def build(dtype: torch.dtype = torch.float32, proposed: torch.Tensor | None = None) -> Path:
         make_llama(VOCAB, 4, **SIZES).to(dtype).save_pretrained(tmp_path / "base")
@@ -118,7 +118,7 @@ def make_adapter(save: Make, make_llama: Callable[..., LlamaForCausalLM], tmp_pa
 
 @pytest.fixture
 def make_heads(save: Make) -> Make:
-    """Return a function that writes random heads, changed by `edit`, as an artifact."""
+    """Return a function that saves random heads as an artifact; `edit` may change the heads first."""
 
     def build(dtype: torch.dtype = torch.float32, edit: Any = None, named: Any = "here", **sizes: Any) -> Path:
         torch.manual_seed(1)
@@ -149,7 +149,7 @@ def make_table(save: Make) -> Make:
 
 @pytest.fixture
 def export(tmp_path: Path) -> Callable[..., tuple[Path, str]]:
-    """Return a function that exports an artifact and returns the folder and the lines of its check."""
+    """Return a function that exports an artifact and returns the output folder and the report of its checks."""
 
     def run(artifact: Path, form: str, **options: Any) -> tuple[Path, str]:
         out = tmp_path / f"exported-{form}"

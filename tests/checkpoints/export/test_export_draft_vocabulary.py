@@ -24,7 +24,7 @@ Export = Callable[..., tuple[Path, str]]
 
 
 def likeliest(folder: Path, states: int = 400) -> tuple[torch.Tensor, torch.Tensor]:
-    """Load a model with transformers; return its most likely tokens and its logits over the draft vocabulary."""
+    """Load a model; return its most likely tokens and its draft-vocabulary logits for `states` random hidden states."""
     model = AutoModelForCausalLM.from_pretrained(folder).float()
     hidden_XD = torch.randn(states, SIZES["hidden_size"], generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():

@@ -150,7 +150,7 @@ def test_a_draft_model_for_vllm_and_sglang(
 
 
 def test_vllm_gets_one_attention_kind(make_drafter: Make, export: Export) -> None:
-    """Without this flag, vLLM rejects drafters with two kinds of attention, such as Gemma 2."""
+    """Without `--disable-hybrid-kv-cache-manager`, vLLM rejects drafters with two kinds of attention (Gemma 2)."""
     sizes = {"hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
     config = Gemma2Config(vocab_size=VOCAB, head_dim=4, num_hidden_layers=2, **sizes)
     assert len(set(config.layer_types)) == 2

@@ -108,7 +108,7 @@ def converted(export: Export, llama_cpp: Path) -> Callable[..., dict[str, Any]]:
 
 
 def older(folder: Path) -> None:
-    """Remove `use_regex`, which files of earlier tokenizers versions lack."""
+    """Remove `use_regex` from tokenizer.json, as earlier versions of the tokenizers library did not write it."""
     state = json.loads((folder / "tokenizer.json").read_text())
     assert state["pre_tokenizer"].pop("use_regex") is True
     (folder / "tokenizer.json").write_text(json.dumps(state))

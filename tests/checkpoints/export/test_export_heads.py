@@ -33,7 +33,7 @@ Export = Callable[..., tuple[Path, str]]
 
 
 def logits_of(tensors: dict[str, Tensor], weight: str, bias: str | None, tail: str, sizes: tuple[int, int]) -> Tensor:
-    """Compute the logits [B, K, V] of heads; the tensor names contain `{k}` and `{l}` for head and block."""
+    """Compute the logits [B, K, V] of `sizes` (heads, blocks); names of tensors contain `{k}` (head), `{l}` (block)."""
     logits = []
     for k in range(sizes[0]):
         x = STATES_BD

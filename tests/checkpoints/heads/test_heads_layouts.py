@@ -30,7 +30,7 @@ class Block(nn.Module):
 
 
 class Published(nn.Module):
-    """Published heads: lists of blocks that may be shared; heads of version 1 have projections of their own."""
+    """Prediction heads in the published layout. Heads may share blocks; only version 1 has own projections."""
 
     def __init__(self, target: LlamaForCausalLM, version: int = 1, layers: int = 1, shared: bool = False) -> None:
         super().__init__()

@@ -113,7 +113,7 @@ def test_sampling_by_text_follows_the_target(pair: tuple[Any, Any, Any]) -> None
 
 @pytest.mark.parametrize("text", [*TEXTS, *OTHERS])
 def test_drafts_are_retokenised_as_by_the_target(text: str) -> None:
-    """Draft tokens become target tokens of the same text at every position, or no tokens inside a character."""
+    """Draft tokens become the target's tokens of the same text, or no tokens if the prefix ends inside a character."""
     target, drafter = train_bpe(TEXTS, 300, ["<unk>"]), train_bpe(OTHERS, 290, ["<unk>", "<s>"])
     translation = TextTranslation(target, drafter)
     whole = target(text, add_special_tokens=False).input_ids

@@ -28,7 +28,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
 
 
 def test_added_rows_are_never_proposed() -> None:
-    """Rows of zeros would not suffice: they are the most likely tokens if all other logits are negative."""
+    """If all other logits are negative, added rows of zeros would be the most likely tokens."""
     generator = torch.Generator().manual_seed(0)
     hidden_XD = torch.randn(200, 16, generator=generator)
     hidden_XD[:, 0] = 1.0

@@ -46,7 +46,7 @@ def target(tokenizer: Any, make_llama: Callable[..., LlamaForCausalLM], tmp_path
 
 @pytest.fixture
 def drafter(target: Path, tmp_path: Path) -> Path:
-    """Return a copy of the target, which tests change."""
+    """Return a copy of the target that tests may change."""
     return Path(shutil.copytree(target, tmp_path / "drafter"))
 
 
@@ -139,7 +139,7 @@ def swapped(*ids: int) -> Change:
 
 
 def loud(extra: int) -> Change:
-    """Add rows with large weights, which are often the most likely tokens."""
+    """Return a change that adds tokens whose large weights often make them the most likely tokens."""
 
     def grow(rows: torch.Tensor) -> torch.Tensor:
         noise = 6 * torch.randn(extra, rows.shape[1], generator=torch.Generator().manual_seed(1))

@@ -77,7 +77,7 @@ def test_verify_names_tensors_that_are_not_finite(tmp_path: Path, dtype: torch.d
 
 
 def test_additional_tensors_are_accepted(tmp_path: Path) -> None:
-    """Examples are layers for multi-token prediction and value heads."""
+    """Published models may have layers for multi-token prediction or value heads."""
     more = {f"model.layers.{layer}.eh_proj.weight": torch.ones(16, 32) for layer in range(2, 7)}
     out = save(tmp_path / "drafter", lambda tensors: tensors.update(more))
     assert find_faults(out)[1] == []

@@ -170,7 +170,7 @@ def test_prompts_of_conversations(tmp_path: Path) -> None:
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Replace the hub by a stand-in; return the list of requests, and the rows that it serves."""
+    """Replace `datasets.load_dataset` by a function that returns fixed rows; return its recorded calls and the rows."""
     datasets = pytest.importorskip("datasets")
     last_questions: list[dict[str, Any]] = []
     rows = [{"prompt": str(i), "response": "hi", "scores": [i]} for i in range(11)]

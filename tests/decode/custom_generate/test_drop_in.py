@@ -35,7 +35,7 @@ PAGE = Path(__file__).resolve().parents[3] / "docs" / "how-to" / "transformers.m
 
 
 def check_same(model: Any, custom: drop_in.CustomGenerate, **settings: Any) -> torch.Tensor:
-    """Check that `generate` returns the same output with and without the method, and return it."""
+    """Check that `generate` returns the same output with and without `custom`, and return the output."""
     expected = model.generate(**settings)
     output = model.generate(custom_generate=custom, **settings)
     assert output.dtype == expected.dtype

@@ -50,7 +50,7 @@ class World:
             callback()
 
     def joules(self, time: float | None = None) -> float:
-        """Return the energy in joules used until time `at` (default: now)."""
+        """Return the energy in joules used until `time` (default: now)."""
         time = self.now if time is None else time
         index = bisect.bisect_right(self._times, time)
         if index == len(self._times):
@@ -67,7 +67,7 @@ class World:
         return do
 
     def by(self, meter: EnergyMeter | None, timing: Timing | None = None) -> EnergyMeter:
-        """Return a meter with the same counter that uses this clock."""
+        """Return a meter that reads the counter of `meter` but uses the simulated clock."""
         assert meter is not None
         settings = (meter.joules, meter.source, meter.covers, timing or meter.timing)
         return EnergyMeter(*settings, clock=self.clock, sleep=self.sleep)
@@ -77,7 +77,7 @@ def fake_nvml(world: World, devices: dict[str, float] | None = None, window: flo
     """Return a `pynvml` for GPUs whose counters change every 100 ms.
 
     Args:
-        devices: Power of each device relative to the world's power, by UUID.
+        devices: Factors, by UUID, with which the simulated power gives the power of each GPU.
         window: Seconds at the end of each period that the sensor samples; it extrapolates them to the whole period.
     """
     module: Any = types.ModuleType("pynvml")
@@ -248,7 +248,7 @@ def test_a_missing_counter_has_a_reason(tmp_path: Path, install: Install, monkey
 
 
 def powercap(world: World, folder: Path, wrap: int, zones: dict[str, tuple[str, float]]) -> Path:
-    """Write Linux's tree of power zones; `zones` maps folders to names and factors of the device's power."""
+    """Write Linux's power-zone files, which wrap at `wrap` µJ; `zones` maps folders to names and factors of power."""
 
     def write() -> None:
         for zone, (_, share) in zones.items():

@@ -67,7 +67,7 @@ def see(node: int, visible: int, instead_of: int | None = None) -> Callable[[Any
 
 
 def move(by: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Any], None]:
-    """Return a fault that changes the depths, and so the positions, of a tree's nodes."""
+    """Return a fault that applies `by` to the depths of a tree's nodes, which changes their positions."""
 
     def plant(patch: Any) -> None:
         original = Tree.from_parents
@@ -173,7 +173,7 @@ def test_a_model_that_is_not_causal_is_refused() -> None:
 
 
 def test_a_family_without_tree_attention_decodes_chains(make_llama: Callable[..., LlamaForCausalLM]) -> None:
-    """Rows of several lengths equal the output of `generate`. Methods with trees are refused."""
+    """Texts after prompts of different lengths equal those of `generate`. Methods that need trees are refused."""
     model = build("mpt")
     target, mpt_drafter = wrap_model(model), wrap_model(copy.deepcopy(model))
     assert target.tree_fault is not None

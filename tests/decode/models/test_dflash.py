@@ -38,7 +38,7 @@ def states_of(model: LlamaForCausalLM, heads: DFlashHeads, ids_1T: torch.Tensor)
 
 
 def plain_logits(heads: DFlashHeads, aux_1TG: torch.Tensor, anchor: int) -> torch.Tensor:
-    """Return the logits of a block after the context, without a cache or a mask."""
+    """Return the logits of a block that begins with token `anchor` after the context, without a cache or a mask."""
     block_1S = torch.tensor([[anchor, *[heads.mask] * (heads.block_size - 1)]])
     hidden_1SD = torch.nn.functional.embedding(block_1S, heads.embedding)
     length = aux_1TG.shape[1]
@@ -83,7 +83,7 @@ def test_cached_and_packed_blocks_equal_plain_ones(
 def test_greedy_text_is_the_targets(
     name: str, options: dict[str, Any], target: LlamaForCausalLM, make_dflash: Callable[..., DFlashHeads]
 ) -> None:
-    """Rows of five lengths, one of them without any context, and each row without the others."""
+    """Five prompts, one of them a single token and thus without context, are decoded jointly and one by one."""
     heads = make_dflash(target)
     drafter, wrapped = DFlashDrafter(heads), wrap_model(target, aux_layers=heads.layers)
     torch.manual_seed(0)

@@ -60,13 +60,13 @@ any_format = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, to
 
 
 def product_of(weight_OI: torch.Tensor, dtype: torch.dtype) -> tuple[FewRows, torch.Tensor]:
-    """Return the product with weights in a dtype, and the weights rounded to it."""
+    """Return the matrix product for weights in a dtype, and the weights rounded to that dtype."""
     held_OI = rounded(weight_OI) if dtype == torch.int8 else weight_OI.to(dtype)
     return FewRows(held_OI, int8=dtype == torch.int8), held_OI
 
 
 def as_multiplied(few: FewRows, x: torch.Tensor) -> torch.Tensor:
-    """Return x as rounded before the multiplication with the weights, float64."""
+    """Return the inputs, rounded as the product rounds them before the multiplication, in float64."""
     if few.kind == FOURS:
         largest, most = x.abs().amax(-1, keepdim=True), torch.tensor(32639.0)
         return (x * most.div(largest)).round().double() * largest.div(most).double()
@@ -79,7 +79,7 @@ def as_multiplied(few: FewRows, x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("shape", [(16, 1), (41, 7), (32, 1301), (48, 1300), (4096, 100), (4096, 112)], ids=str)
 def test_products_equal_the_librarys(processor: None, shape: tuple[int, int], threads: int, dtype: torch.dtype) -> None:
-    """A wrong panel, row or thread would be off by the size of the result. No row depends on the others."""
+    """An error in a panel, row or thread would be as large as the result. Rows do not depend on each other."""
     torch.manual_seed(0)
     outputs, inputs = shape
     few, weight_OI = product_of(torch.randn(outputs, inputs), dtype)
@@ -104,7 +104,7 @@ def test_products_equal_the_librarys(processor: None, shape: tuple[int, int], th
 @any_processor
 @any_format
 def test_norms_and_activations_equal_the_librarys(processor: None, dtype: torch.dtype) -> None:
-    """The gates have magnitudes from 1e-3 to 1e3, and extreme values at the end."""
+    """The gates have magnitudes from 1e-3 to 1e3; the last case has extreme values."""
     torch.manual_seed(0)
     outputs, inputs, offset = 48, 96, 0.03
     few, weight_OI = product_of(torch.randn(outputs, inputs), dtype)
@@ -121,8 +121,8 @@ def test_norms_and_activations_equal_the_librarys(processor: None, dtype: torch.
         return out_XO.double()
 
     def is_close(found_XO: torch.Tensor, x_XI: torch.Tensor, bound: float) -> bool:
-        """Check for x Wᵀ. Rounding changes an input by at most 2⁻⁸ of itself (bfloat16), or 2⁻¹⁶ of the row's maximum
-        (integers)."""
+        """Check that the result is x Wᵀ up to `bound` and rounded inputs: at most 2⁻⁸ of an input (bfloat16), or 2⁻¹⁶
+        of the row's maximum (integers)."""
         off_XI = {PAIRS: 2.0**-8 * x_XI.abs(), FOURS: 2.0**-16 * x_XI.abs().amax(-1, keepdim=True).expand_as(x_XI)}
         most_XO = bound + off_XI.get(few.kind, torch.zeros_like(x_XI)) @ weight_IO.abs()
         return bool(((found_XO - x_XI @ weight_IO).abs() < most_XO).all())
@@ -320,7 +320,7 @@ def test_kernels_are_compiled_once_if_possible(tmp_path: Path) -> None:
 @any_processor
 @any_format
 def test_packed_weights_are_unpacked_unchanged(processor: None, dtype: torch.dtype) -> None:
-    """All rows, some rows and parts are unpacked again, also those of int8 weights."""
+    """All rows, selected rows and parts of packed weights, including int8 weights, equal the original weights."""
     int8, places_X = dtype == torch.int8, torch.randperm(41)[:9]
     for inputs in (100, 112, 36):
         weight_OI = torch.randn(41, inputs, dtype=torch.bfloat16 if int8 else dtype)
@@ -341,7 +341,7 @@ def test_packed_weights_are_unpacked_unchanged(processor: None, dtype: torch.dty
 def test_shared_weights_are_stored_once(
     make_llama: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tie: bool, dtype: torch.dtype
 ) -> None:
-    """The model's own layers read the products' weights, also after wrapping it again, and give the same logits."""
+    """The model's layers then use the packed weights and give the same logits, even if the model is wrapped again."""
     monkeypatch.setattr(products, "SMALLEST_PACKED", 1)
     config = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": tie}
     model = make_llama(num_hidden_layers=2, **config)

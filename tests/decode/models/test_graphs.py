@@ -43,7 +43,7 @@ def gpt2() -> torch.nn.Module:
 # The returned states must stay valid after later replays.
 @torch.inference_mode()
 def walk(model: LanguageModel, lengths: Sequence[int], rounds: int, seed: int) -> list[torch.Tensor]:
-    """Return the hidden states of a prompt and of the chains, fixed trees and growing trees after it."""
+    """Return the hidden states of a prompt and of `rounds` chains, fixed trees and growing trees after the prompt."""
     generator = torch.Generator().manual_seed(seed)
     batch, device = len(lengths), model.device
 
@@ -155,7 +155,7 @@ def test_replayed_runs_equal_eager_runs(
 def accepted_drafts(
     target: LanguageModel, name: str, drafter: LanguageModel, temperature: float, **options: object
 ) -> object:
-    """Return the new tokens and the numbers of accepted draft tokens of each step, for two rows."""
+    """Decode two prompts; return the new tokens and the numbers of accepted draft tokens of each step."""
     sampling, steps = Sampling(temperature), []
     method = build_method(name, Parts(drafter), sampling, **options)
     for step in generate(target, *method, PROMPTS[:3:2], Limits(30), sampling, Rng.for_rows(3, 2)):

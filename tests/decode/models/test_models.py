@@ -54,7 +54,7 @@ def build(family: str, **overrides: Any) -> PreTrainedModel:
 
 @torch.inference_mode()
 def tree_against_paths(model: PreTrainedModel, fast: bool, lengths: tuple[int, int] = (4, 2)) -> float:
-    """Return the largest relative difference between a ragged batch of trees and plain forwards of each path."""
+    """Return the largest relative difference of logits between a ragged batch of trees and one forward per path."""
     scorer = wrap_model(model, fast=fast)
     draws = torch.Generator().manual_seed(1)
     prompts_BT = torch.randint(1, 50, (2, max(lengths)), generator=draws)
@@ -124,7 +124,7 @@ def test_the_lean_forward_equals_plain_forwards(family: str, overrides: dict[str
 @pytest.mark.parametrize("family", sorted(LEAN))
 @torch.inference_mode()
 def test_in_16_bits_the_lean_forward_rounds_no_more_than_transformers(family: str) -> None:
-    """Both are compared with float64 computations on the same weights."""
+    """Both implementations are compared with float64 computations on the same weights."""
     half = build(family, **AS_WIDE.get(family, {"hidden_size": 64, "head_dim": 16})).to(torch.bfloat16)
     exact, thin = copy.deepcopy(half).double(), LeanDecoder(half)
     ids_BM = torch.randint(1, 50, (8, 12), generator=torch.Generator().manual_seed(1))

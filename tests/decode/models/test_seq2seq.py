@@ -89,7 +89,7 @@ def scorer(family: str, noise: float = 0.0) -> LanguageModel:
 
 @cache
 def expected(family: str) -> tuple[list[list[int]], int, list[list[int]]]:
-    """Return the outputs of transformers without an end token, an end token, and the outputs with it."""
+    """Return the outputs of transformers without an end token, an id, and the outputs with this id as end token."""
     model = build(family)
     full = [greedy(model, source, COUNT) for source in SOURCES]
     assert min(len(set(ids)) for ids in full) >= 3, "rows that repeat themselves would hide wrong positions"
@@ -125,7 +125,7 @@ def make_parts(make_heads: Callable[..., torch.nn.Module]) -> Callable[..., Part
 @torch.inference_mode()
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_tree_forward_equals_plain_forwards(family: str) -> None:
-    """Sources differ in length, and committed tokens lie within and beyond the largest relative distance."""
+    """Sources differ in length; some prefixes exceed the largest distance of the relative position bias."""
     target = scorer(family)
     generator = torch.Generator().manual_seed(1)
     lengths = [20, 1, 5, 3]

@@ -28,7 +28,7 @@ SAMPLINGS = [Sampling(0.5), Sampling(1.0), Sampling(2.0), Sampling(1.0, top_k=2)
 
 
 class GivenRng(Rng):
-    """`Rng` that returns given random numbers."""
+    """`Rng` that returns predefined random numbers."""
 
     def __init__(self, uniform_BU: Tensor) -> None:
         self._uniform_BU = uniform_BU
@@ -39,7 +39,7 @@ class GivenRng(Rng):
 
 
 def bisected(passes: Callable[[Tensor], Tensor], rows: int) -> Tensor:
-    """Return the threshold [B] below which each row passes, by bisection."""
+    """Find by bisection the random number [B] below which each row passes."""
     low_B, high_B = torch.zeros(rows).double(), torch.ones(rows).double()
     for _ in range(40):
         middle_B = (low_B + high_B) / 2
@@ -49,7 +49,7 @@ def bisected(passes: Callable[[Tensor], Tensor], rows: int) -> Tensor:
 
 
 def law(rule: Verifier, models: Models) -> Tensor:
-    """Return the distribution [P, X] of the first DEPTH + 1 tokens with a verifier."""
+    """Return the exact distribution [P, X] of the first DEPTH + 1 tokens that a verifier gives for each model pair."""
     target_PVV, draft_PVV = models
     rows = PAIRS * len(DRAFTS_EK)
     drafts_BK = DRAFTS_EK.repeat(PAIRS, 1)
@@ -60,7 +60,7 @@ def law(rule: Verifier, models: Models) -> Tensor:
     proposal = Proposal(Tree.chain(DEPTH), tokens_BN, draft_BKV)
 
     def forced_numbers(level: int, number_B: Tensor, last_B: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Verify with numbers that pass the tests before `level` and fail the later tests, if possible."""
+        """Verify with random numbers that force acceptance before `level` and, if possible, rejection after it."""
         uniform_BU = torch.full((rows, DEPTH + 1), ALMOST).double()
         uniform_BU[:, :level], uniform_BU[:, -1] = 0.0, 0.0 if last_B is None else last_B
         if level < DEPTH:
@@ -100,7 +100,7 @@ def law(rule: Verifier, models: Models) -> Tensor:
 
 
 def target_law(target_PVV: Tensor) -> Tensor:
-    """Return the distribution [P, X] of the target's first DEPTH + 1 tokens."""
+    """Return the distribution [P, X] of the first DEPTH + 1 tokens of each pair's target."""
     texts_XT = torch.tensor(list(itertools.product(range(VOCAB), repeat=DEPTH + 1)))
     before_XT = torch.nn.functional.pad(texts_XT, (1, 0))[:, :-1]
     return target_PVV[:, before_XT, texts_XT].prod(2)
@@ -125,7 +125,7 @@ def test_the_output_has_the_targets_distribution(rule: type[Verifier], sampling:
 
 
 class WrongResidual(ExactChain):
-    """Verifier that samples the token after a rejection from p instead of [p - q]+."""
+    """Verifier that samples the token after a rejection from the target's p instead of the residual [p - q]+."""
 
     def residual_distribution(self, target_BV: Tensor, draft_BV: Tensor) -> Tensor:
         return target_BV

@@ -40,7 +40,7 @@ def random_tables(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return tables [T, V, V] of a target and of a drafter.
 
     The target prefers high tokens, after which the drafter is wrong more often, and the drafter prefers low tokens.
-    Therefore it matters which of the two chains weights the prefixes.
+    Prefixes of the two chains therefore have different distributions, which give different expectations.
     """
     generator = torch.Generator().manual_seed(seed)
     draws = [1.2 * torch.randn(TOKENS, VOCAB, VOCAB, generator=generator, dtype=torch.float64) for _ in range(2)]
@@ -130,7 +130,7 @@ def count_rejections(
 def test_speculative_rejections_are_the_sum_of_total_variations(
     make_markov: MakeMarkov, make_stream: MakeStream, seed: int
 ) -> None:
-    """Prefixes weighted by the drafter's chain would be off by ten standard errors."""
+    """An expectation over prefixes of the drafter's chain would be off by ten standard errors."""
     target_TVV, draft_TVV = random_tables(seed)
     method = build_method("speculative", Parts(make_markov(draft_TVV)), SAMPLING, gamma=TOKENS)
     mean, error, _ = count_rejections(make_markov(target_TVV), method, make_stream(seed, ROWS), ROWS)
@@ -155,7 +155,7 @@ def test_expected_rejections_equal_enumeration() -> None:
 
 @pytest.mark.parametrize("drafts", [1, 2, 4, 8])
 def test_batch_speculative_rejections(make_markov: MakeMarkov, make_stream: MakeStream, drafts: int) -> None:
-    """Other numbers of drafts would be off by five standard errors or more."""
+    """The formula for any other number of drafts would be off by at least five standard errors."""
     target_TVV, draft_TVV = (table_TVV[:BATCH_TOKENS] for table_TVV in random_tables(0))
     parts = Parts(make_markov(draft_TVV))
     method = build_method("batch-speculative", parts, SAMPLING, gamma=BATCH_TOKENS, num_drafts=drafts)
@@ -172,7 +172,7 @@ GRID = 20_000
 
 
 class Fixed(Rng):
-    """`Rng` that returns the same given numbers at every call."""
+    """`Rng` that returns the same predefined numbers at every call."""
 
     def __init__(self, uniform_BU: torch.Tensor) -> None:
         self._uniform_BU = uniform_BU
@@ -212,8 +212,8 @@ def total_variation(first_V: np.ndarray, second_V: np.ndarray) -> float:
 def test_over_acceptance_lies_on_the_pareto_line_or_above_it(make_markov: MakeMarkov, seed: int) -> None:
     """Formulas 4 and 5 are evaluated by enumeration, without sampling.
 
-    OPT has the bias Loss*, which no other distribution after a rejection can reduce; rejections and bias sum to
-    TV(p, q). UNO's output is b q + (1 - Σ b q) p, which lies above this line unless nothing is rejected.
+    Decoding-OPT has the smallest bias that any distribution after a rejection can give; rejections and bias sum to
+    TV(p, q). Decoding-UNO accepts with the same probabilities but lies above this line unless nothing is rejected.
     """
     target_TVV, draft_TVV = random_tables(seed)
     target_V, draft_V = target_TVV[0, 3], draft_TVV[0, 3]
@@ -249,7 +249,7 @@ def random_distributions(count: int, vocab: int, seed: int) -> Iterator[tuple[np
 
 
 def refused(p: np.ndarray, q: np.ndarray, k: int) -> np.ndarray:
-    """Return P(x, all k rejected) of multi-candidate sampling with replacement (appendix A)."""
+    """Return the probability that k candidates, drawn with replacement, are rejected and x follows (appendix A)."""
     mass, left = theory.refusals(p, q, k)
     return mass * left
 

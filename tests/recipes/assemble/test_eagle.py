@@ -19,7 +19,7 @@ TOKENS = 60
 
 
 def recipe_of(values: dict[str, Any], target: Path, **more: Any) -> Any:
-    """Return a recipe of EAGLE-3 heads, changed by `more`, for a drafter's recipe."""
+    """Return a recipe for EAGLE-3 heads with the data and training of a drafter's recipe, changed by `more`."""
     values = {name: values[name] for name in ("data", "train", "out")} | {"kind": "heads", "architecture": "eagle3"}
     values |= {
         "target": str(target),
@@ -34,7 +34,7 @@ def recipe_of(values: dict[str, Any], target: Path, **more: Any) -> Any:
 def test_training_on_cached_states_equals_live_states(
     architecture: str, tiny_drafter: Callable[[Path], dict[str, Any]], tiny_pair: Path, tmp_path: Path
 ) -> None:
-    """They are equal up to rounding. All methods with a drafter write the target's greedy text."""
+    """The trained weights are equal up to rounding. All methods with a drafter write the target's greedy text."""
     values, target = tiny_drafter(tmp_path), tiny_pair / "target"
     load, more = load_eagle, {}
     if architecture == "dflash":

@@ -42,7 +42,7 @@ Usage = namedtuple("Usage", "total used free")
 
 @pytest.fixture
 def recipe_file(drafter_recipe: Path, tmp_path: Path, corpus: Path, make_llama: Callable[..., Any]) -> Path:
-    """Write a recipe whose drafter learns from the cached top 6 of a small target."""
+    """Write a recipe whose drafter learns from the cached top-6 probabilities of a small target."""
     target = tmp_path / "target"
     make_llama(320, seed=1, sharpness=2.0).save_pretrained(target)
     shutil.copytree(corpus / "tokenizer", target, dirs_exist_ok=True)

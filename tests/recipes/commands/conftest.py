@@ -101,7 +101,7 @@ engine.serve_forever()
 
 @pytest.fixture
 def vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Put the stand-in for vLLM on the PATH."""
+    """Put a program that imitates vLLM on the PATH."""
     program = tmp_path / "bin" / "vllm"
     program.parent.mkdir()
     program.write_text(VLLM)

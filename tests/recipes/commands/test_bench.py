@@ -68,7 +68,7 @@ def own_results(tmp_path: Path, questions: list[str], tiny_pair: Path) -> dict[s
 
 @pytest.mark.parametrize("prefix", ["vllm", "llamacpp"])
 def test_drafts_are_counted_and_texts_compared(measured: Callable[..., Any], tmp_path: Path, prefix: str) -> None:
-    """The 13 tokens are a first token and six steps of two tokens, with one of three draft tokens accepted."""
+    """Each answer has 13 tokens: one, then six steps with two each, in which one of three draft tokens is accepted."""
     drafting, plain = Engine(2), Engine(1)
     drafting.prefix = prefix
     with running(drafting, plain):

@@ -29,7 +29,7 @@ def export(tmp_path: Path) -> Path:
 
 
 def free_ports() -> int:
-    """Return a port that is free, as is the next one."""
+    """Return a free port that is followed by another free port."""
     while True:
         with socket.socket() as one, socket.socket() as other:
             one.bind(("127.0.0.1", 0))

@@ -63,7 +63,7 @@ def test_error_messages_are_shown_literally(launcher: Any) -> None:
 
 
 def test_only_the_terminal_module_prints() -> None:
-    """Other ways to print could send control sequences of untrusted text."""
+    """Other ways to print could send control sequences in untrusted text to the terminal."""
     prints_in = []
     for path in sorted(ROOT.glob("[a-z]*/**/*.py")):
         if path.is_relative_to(ROOT / "tests") or path in PRINT:

@@ -15,7 +15,7 @@ Logged = Callable[..., list[Any]]
 
 
 def poisoned(worker: ModuleType, at: set[int], what: str, size: float = math.inf) -> Any:
-    """Return a task whose loss is NaN or whose gradient is multiplied by `size` in the steps `at` (from 1)."""
+    """Return a task with a NaN loss, or for "gradient" a gradient times `size`, in the steps `at` (from 1)."""
     task = worker.SignallingTask(worker.make_model(), None)
     weight, begin, forward = task.module.model.model.norm.weight, task.begin, task.module.forward
     state = {"bad": False}

@@ -46,7 +46,7 @@ class Case:
         return [tensor for tensor in (self.features, *self.projections) if tensor.requires_grad]
 
     def separate_sums(self, weights: dict[str, float], heat: float = 1.0) -> Tensor:
-        """Compute the loss sum of each head in float64 with the loss of drafters."""
+        """Compute the loss sum of each head in float64 with the loss function for drafters."""
         target = self.teacher.hidden_XE.double() @ self.teacher.weight_VE.double().T
         sums = []
         for k, weight in enumerate(self.projections):

@@ -70,7 +70,7 @@ def literal(name: str, logits_XV: Tensor, teacher_XV: Tensor, labels_X: Tensor, 
 
 
 def coarse(probs_XV: Tensor, ids_XK: Tensor) -> Tensor:
-    """Return the probabilities of the tokens `ids_XK`, and of all other tokens together."""
+    """Return the probabilities of the tokens `ids_XK`, and the total probability of all other tokens."""
     others_XV = torch.ones_like(probs_XV).scatter(1, ids_XK, 0.0)
     return torch.cat([probs_XV.gather(1, ids_XK), (probs_XV * others_XV).sum(1, keepdim=True)], 1)
 
@@ -156,7 +156,7 @@ def test_top_k_merges_the_other_tokens(name: str, count: int):
 
 @pytest.mark.parametrize("name", [name for name in TAUGHT if name != "reverse-kl"])
 def test_top_k_with_a_negligible_rest_equals_the_whole_distribution(name: str):
-    """The other tokens have probability 0, 1e-9, or below 0 by rounding."""
+    """The probability of all other tokens is 0, about 1e-9, or slightly negative because of rounding."""
     torch.manual_seed(1)
     logits = torch.randn(6, 30, requires_grad=True)
     labels = torch.zeros(6, dtype=torch.int64)
@@ -329,7 +329,7 @@ def test_objectives_equal_autograd_of_the_formula(name: str, rows: int, vocab: i
 @pytest.mark.parametrize("name", DIVERGENCES)
 @pytest.mark.parametrize("scale", [1.0, 30.0, 1e4])
 def test_losses_of_extreme_logits_are_finite(name: str, scale: float):
-    """Teachers are one-hot, top-k, or have the lowest finite logits; probabilities of the drafter underflow."""
+    """Teachers are one-hot, top-k, or have the lowest finite logits. Some probabilities of the drafter underflow."""
     torch.manual_seed(3)
     logits = scale * torch.randn(5, 17)
     teacher = scale * torch.randn(5, 17)
@@ -347,7 +347,7 @@ def test_losses_of_extreme_logits_are_finite(name: str, scale: float):
 
 
 def test_values_for_extreme_logits():
-    """The drafter gives the only possible token a probability of e^−600, which underflows in float32."""
+    """The drafter gives the teacher's only token a probability of about e^−600, which underflows in float32."""
     logits = torch.tensor([[-600.0, 0.0, 0.0]])
     teacher = torch.tensor([[0.0, -torch.inf, -torch.inf]])
     surprise = 600 + math.log(2)

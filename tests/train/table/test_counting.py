@@ -57,7 +57,7 @@ def remove(folder: Path) -> None:
 
 
 def copied(folder: Path, copy: Path) -> None:
-    """Copy a folder while runs are being written into it."""
+    """Copy a folder into which a counter may still be writing runs."""
     copy.mkdir()
     for path in folder.iterdir():
         with contextlib.suppress(FileNotFoundError):
@@ -86,7 +86,7 @@ def test_all_ways_of_counting_give_the_same_bytes(tmp_path_factory: pytest.TempP
 def count_any_way(tmp: Path, corpus: tuple[int, list[list[int]]], seed: int, ranks: int, memory: float) -> None:
     """Count documents by rank in batches of random sizes, with random interruptions.
 
-    The progress of an abandoned counter depends on its threads, so that hypothesis draws a seed only.
+    Hypothesis only draws `seed`, because the progress of an abandoned counter depends on its threads.
     """
     vocab_size, documents = corpus
     choices = random.Random(seed)

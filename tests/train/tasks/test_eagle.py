@@ -29,7 +29,7 @@ def task_of(worker: ModuleType, proposed: int | None, objective: str, target: An
 @pytest.mark.parametrize("proposed", [None, 2])
 @pytest.mark.parametrize("objective", ["cross-entropy", "forward-kl"])
 def test_documents_are_trained_independently(worker: ModuleType, proposed: int | None, objective: str):
-    """Step k at position t learns token t + 2 + k, or its distribution by the target."""
+    """Step k at position t learns token t + 2 + k or the target's distribution of this token."""
     task = task_of(worker, proposed, objective)
     heads, batch = task.module.heads, worker.make_data(3).batch(range(3))
     assert isinstance(heads, EagleHeads)

@@ -46,7 +46,7 @@ def test_the_weight_of_the_heads_loss_follows_its_schedule():
 
 
 def test_the_loss_is_the_sum_of_heads_labels_and_divergence(worker: ModuleType):
-    """The loss equals one computed from the target with adapters and from the original model."""
+    """The target's loss is the cross-entropy with adapters plus the divergence from the original model."""
     task = make_task(worker, trained=True)
     module = task.module.eval()
     assert isinstance(module, Medusa2Module)

@@ -22,7 +22,7 @@ def sharp(worker: ModuleType, seed: int = 0, **overrides: Any) -> Any:
 
 
 def chains(longer: ExtendedBatch, length: int, row: int) -> list[tuple[int, int, int]]:
-    """Return the position, prefix end and distance from it of each mask token in a row."""
+    """Return, for each mask token in a row, its position, the end of its prefix and its distance from that end."""
     results = []
     visible_LL = longer.batch.visible_BTT[row]
     for position in range(length, visible_LL.shape[1]):

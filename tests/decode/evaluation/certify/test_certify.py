@@ -49,7 +49,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.fixture(scope="module")
 def pair() -> SmallPair:
-    """Return a small pair with a larger vocabulary."""
+    """Return the small random pair, but with a larger vocabulary than its default."""
     return make_small_pair(VOCAB, 3)
 
 
@@ -93,7 +93,7 @@ QUICK = (0, 14, 28, 37, 51, 57, 60, 64, 75, 84)  # one per class except "replace
     ],
 )
 def test_a_planted_fault_is_found(monkeypatch: pytest.MonkeyPatch, fault: Fault) -> None:
-    """A method without a fault would fail one certificate in a million."""
+    """At this significance level, a correct method would fail about one certificate in a million."""
     make_small_pair()
     fault.plant(monkeypatch)
     entry = Entry(fault.method, fault.method, fault.options, PLAIN)

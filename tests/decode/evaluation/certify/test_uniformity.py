@@ -37,7 +37,7 @@ def draw(probs_XV: torch.Tensor, rng: np.random.Generator) -> torch.Tensor:
 def evidence_of(
     target_XV: torch.Tensor, draft_XV: torch.Tensor, token_X: torch.Tensor, rng: np.random.Generator, row: int = 16
 ) -> Evidence:
-    """Return the evidence of tokens, split into rows of `row` tokens and ordered by the drafter's preference."""
+    """Return the uniformity evidence of tokens in rows of `row` tokens, ordered by draft / target probability."""
     uniform_X = torch.from_numpy(rng.random(len(token_X)))
     u_X = transform(target_XV, draft_XV / target_XV, token_X, uniform_X)
     parts = (u_X, *favoured_excess(target_XV, draft_XV > target_XV, token_X))

@@ -49,7 +49,7 @@ def logits_of(model: LlamaForCausalLM, ids: list[int]) -> torch.Tensor:
 
 
 def expected(target: torch.Tensor, draft: torch.Tensor, best: int, token: int, sampling: Sampling, draws: bool) -> Any:
-    """Compute the measures of one token (hit, overlap, agree, accepted) by loops over the vocabulary."""
+    """Compute hit, overlap, agree and accepted by loops, for draft token `best` and the text's token `token`."""
     p, q = target.softmax(-1).tolist(), draft.softmax(-1).tolist()
     overlap = sum(min(p_x, q_x) for p_x, q_x in zip(p, q, strict=True))
     warped_p, warped_q = (warp(logits[None], sampling)[0].tolist() for logits in (target, draft))

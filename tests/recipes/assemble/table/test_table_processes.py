@@ -34,7 +34,7 @@ def large(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def counted_once(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Count a large corpus in one process without interruption; return the recipe."""
+    """Count a large corpus in one process without interruption; return the path of the recipe."""
     folder = tmp_path_factory.mktemp("large")
     data = {"source": str(large(folder)), "template": "chatml", "cache": str(folder / "prepared")}
     values = {"kind": "table", "out": str(folder / "once"), "tokenizer": str(corpus / "tokenizer"), "data": data}
@@ -78,7 +78,7 @@ class Launches:
         return count_tokens(folder) if folder.exists() else 0
 
     def stop(self, processes: int, signal_number: signal.Signals, who: slice = slice(None)) -> tuple[list[int], str]:
-        """Start counting, and send a signal to the processes once more counts are on disk."""
+        """Start counting, and signal the processes `who` after new counts were saved; return exit codes and output."""
         before = self.counted()
         started = self.start([None] * processes)
         deadline = time.monotonic() + 120

@@ -167,7 +167,7 @@ def test_counts_of_other_settings_are_refused(recipe: dict[str, Any], tmp_path: 
 
 
 def hold(folder: Path, tokens: int) -> None:
-    """Write counts like those of an earlier process."""
+    """Write the counts of `tokens` tokens to a folder, as an earlier process would leave them."""
     with PairCounter(V, folder) as counter:
         counter.add(np.arange(tokens, dtype=np.int32) % V, np.zeros(1, dtype=np.int64), 1)
         counter.spill()
@@ -178,7 +178,7 @@ KINDS = ["good", "good", "good", "other form", "alone", "unknown role"]
 
 
 def line(kind: str, name: str) -> str:
-    """Return a valid or invalid row of a JSON-lines file."""
+    """Return a JSON-lines row of a kind such as "good" or "no form"; an unlisted kind gives an incomplete row."""
     turns = [{"role": "user", "content": f"question {name}"}, {"role": "assistant", "content": f"answer {name}"}]
     rows: dict[str, Any] = {
         "good": {"id": name, "messages": turns},

@@ -36,7 +36,7 @@ PRINT = """command_not_found_handle() { printf "%s\\0" "$@" "${PYTHONPATH#"$PWD"
 def serving(
     form: str, root: Path, name: str, make_llama: Callable[..., LlamaForCausalLM], out: str = "out"
 ) -> tuple[str, str]:
-    """Export to the folder `out`; return the text of SERVING.md and the path of the target."""
+    """Save an artifact and export it in the format `form`; return the text of SERVING.md and the target's path."""
     tokenizer = train_bpe(["some words of a text, other words"], VOCAB, ("<pad>", "</s>"))
     target = root / name
     model = make_llama(VOCAB, 1, **SIZES, num_hidden_layers=4)

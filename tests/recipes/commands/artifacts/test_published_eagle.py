@@ -181,7 +181,7 @@ def test_unsupported_formats_are_refused(change: Change, message: str, target: P
 
 
 def test_readings_of_engines_are_listed(target: Path) -> None:
-    """Equal readings are merged, and that of the config comes first."""
+    """Engines that interpret the config equally share an entry, and the configured interpretation comes first."""
     from transformers import AutoConfig
 
     save_eagle(heads_of(target, LAYERS), folder := target.with_name("theirs"))

@@ -98,7 +98,7 @@ class Workshop:
         return prepare_data(self.section, self.tokenizer, quiet=True)
 
     def drafter(self, model: Any, out: Path, change: Callable[[Any], None] | None = None) -> Path:
-        """Write a drafter artifact as training does, with `change` applied after the measurement."""
+        """Write a drafter artifact as training does; `change` modifies the model after its metrics were measured."""
         task = DrafterTask(model, self.prepared.heldout, eval_teacher=ModelTeacher(self.model), evaluate_blocks=64)
         metrics = task.evaluate(task.module)
         if change is not None:

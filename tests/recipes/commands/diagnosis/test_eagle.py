@@ -39,7 +39,7 @@ Change = Callable[[EagleHeads], Any]
 
 @dataclass(frozen=True)
 class Lesson:
-    """Target with prompts, for which heads can be trained."""
+    """Target and prompts, for which a method trains heads."""
 
     folder: Path
     prompts: Path
@@ -57,7 +57,7 @@ class Lesson:
         return EvaluateRecipe(**(values | changes))
 
     def heads(self, steps: int = 2, behind: bool = False) -> EagleHeads:
-        """Train heads with TTT steps; with `behind`, the input tokens are shifted wrongly."""
+        """Train heads with `steps` TTT steps; `behind` wrongly delays their input tokens by one position."""
         torch.manual_seed(0)
         heads = EagleHeads.for_target(self.model.config, LAYERS, KEPT, num_heads=steps)
         heads.attach(self.model.get_input_embeddings().weight, self.model.get_output_embeddings().weight)

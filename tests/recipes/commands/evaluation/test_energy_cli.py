@@ -126,7 +126,7 @@ def test_energy_by_batch_is_a_section_of_the_results(
 def test_an_evaluation_has_joules_if_there_is_an_energy_counter(
     counter: Path, recipe: dict[str, Any], interrupted_when: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """An evaluation that is interrupted after the energy of the first row does not measure this row again."""
+    """After an interruption, the evaluation does not repeat the energy measurement of the first row."""
     out = Path(recipe["out"])
     journal = out.with_name("results.json.state") / "runs.jsonl"
     with interrupted_when(lambda: journal.is_file() and '"joules of ' in journal.read_text()):

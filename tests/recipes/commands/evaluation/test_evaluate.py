@@ -87,7 +87,7 @@ def test_heads_of_another_size_are_refused(target: LlamaForCausalLM, corpus: Pat
 def test_texts_end_at_every_end_token(
     target: LlamaForCausalLM, corpus: Path, tmp_path: Path, source: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A token becomes an end token by the settings of the model, the chat template, or the recipe."""
+    """End tokens are defined by the generation config of the model, the chat template, or the recipe."""
     folder, prompts = tmp_path / "target", str(corpus / "rows.json")
     values = {"kind": "evaluate", "out": str(tmp_path / "results.json"), "target": str(folder), "prompts": prompts}
     values |= {"template": "plain", "methods": ROWS[:1], "device": "cpu", "limit": 3, "max_new_tokens": 24}

@@ -80,7 +80,7 @@ def test_a_killed_forge_makes_the_same_decisions(
 
 
 def planned(out: Path, seconds: Sequence[float] = (0.002, 0.002), answer: float = 0.05) -> None:
-    """Write costs of forward passes; by default they do not depend on the number of tokens, which favours heads."""
+    """Write the costs of forward passes (`seconds` for 1 and 64 nodes) and of an answer; equal costs favour heads."""
     out.mkdir(parents=True)
     costs: dict[str, Any] = {
         "shape": {"layers": 2, "layer_parameters": 1e6, "hidden": 64, "vocabulary": 1000},
@@ -129,7 +129,7 @@ def test_nothing_is_trained_with_a_small_budget_or_high_costs(
 
 
 def first_layers(folder: Path, tokenizer: Path, layers: int, num_kept: int) -> None:
-    """Save a random target in which only the MLP of the first layer has an effect, with its first `kept` layers.
+    """Save the first `num_kept` layers of a random target in which only the MLP of the first layer has an effect.
 
     The next token depends only on the last one, so that greedy text soon repeats itself.
     """
@@ -160,8 +160,8 @@ def shallow(corpus: Path, tmp_path: Path) -> Callable[..., list[str]]:
 
 @pytest.mark.slow
 def test_decisions_in_known_situations(shallow: Run, forge: Run, corpus: Path, tmp_path: Path) -> None:
-    """Prompt lookup wins if greedy text repeats itself. At temperature 1, the equivalent drafter with one of eight
-    layers wins; the other drafter never wins."""
+    """Prompt lookup wins if greedy text repeats itself. At temperature 1, a one-layer drafter that is equivalent to the
+    eight-layer target wins; a drafter that is unrelated to the target never wins."""
     tokenizer, out = corpus / "tokenizer", tmp_path / "forge"
     first_layers(tmp_path / "given", tokenizer, 8, 1)
     first_layers(tmp_path / "other", tokenizer, 1, 1)
@@ -226,7 +226,7 @@ def test_a_forge_killed_at_random_times_trains_the_same_weights(
 
 @pytest.mark.slow
 def test_a_larger_budget_trains_the_chosen_candidate(shallow: Run, forge: Run, tmp_path: Path) -> None:
-    """More hours continue with the chosen candidate; a new total budget repeats the competition."""
+    """`--more-hours` trains the chosen candidate further; a new value of `--hours` repeats the competition."""
     out = tmp_path / "forge"
     first = forge(shallow(out, "--temperature", "1", "--hours", "0.05"), out)
     again = forge(shallow(out, "--temperature", "1", "--hours", "0.05"), out)
@@ -260,7 +260,7 @@ def test_refusals_leave_no_files_and_plans_train_nothing(forged: Run, cli: Run, 
 
 @pytest.fixture
 def in_vllm(vllm: object, tiny_pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
-    """Return a function that tunes a drafter in a stand-in for vLLM, which accepts two draft tokens per step."""
+    """Return a function that tunes a drafter in an imitation of vLLM, which accepts two draft tokens per step."""
     for module in (in_engine, lengths):
         monkeypatch.setattr(module, "MAX_TOKENS", 2)
     (tmp_path / "target").symlink_to(tiny_pair / "target")

@@ -47,7 +47,7 @@ def source(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def recipe(drafter_recipe: Path, source: Path) -> Any:
-    """Return a function that loads the tiny recipe with a larger model and overrides."""
+    """Return a function that loads the tiny drafter recipe with a larger model and with the given overrides."""
 
     def load(*overrides: str) -> Any:
         replaced = [text.replace("SOURCE", str(source)) for text in overrides]

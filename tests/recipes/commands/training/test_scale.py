@@ -51,7 +51,7 @@ def test_launch_settings_are_documented_and_load():
 
 
 def launch(settings: Sequence[str], *arguments: str, **extra: str) -> None:
-    """Run `draftsmith train ARGUMENTS` with `accelerate launch` and its options."""
+    """Run `draftsmith train` with `arguments` under `accelerate launch` with the options `settings`."""
     command = [sys.executable, "-m", "accelerate.commands.launch", *settings, "--main_process_port", "0"]
     command += ["-m", "draftsmith", "train", *arguments]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"} | extra

@@ -135,7 +135,7 @@ def test_heads_recipes_give_lossless_heads(name: str, changes: tuple[str, ...], 
 
 
 def test_slim_is_measured_without_a_table(stand_ins: Any, tmp_path: Path) -> None:
-    """Heads that always predict correctly add one accepted token each."""
+    """Each of three heads that always predict correctly adds one accepted token per step."""
     changes = "num_heads=3", "measure.tree=1x1x1", "measure.new_tokens=16"
     recipe = small_heads("heads/any-target", stand_ins, tmp_path, *changes)
     assert recipe.measure.table is None
