@@ -29,7 +29,7 @@ LEVEL = 1e-6 / 8  # significance level of `draftsmith certify` with four rows
 
 
 def find(fault: Fault) -> tuple[str | None, float]:
-    """Certify a method with a planted fault; return the first failed verdict, or None, and the CPU seconds."""
+    """Certify a method with a planted fault; return the first failed verdict (or None) and the CPU seconds."""
     start, entry = time.process_time(), Entry(fault.method, fault.method, fault.options, Sampling(1.0))
     with pytest.MonkeyPatch.context() as patch:
         fault.plant(patch)

@@ -132,7 +132,7 @@ def against_tokenizers(
 
 
 def peak_above(job: Callable[[], Any]) -> tuple[Timed, int]:
-    """Run a job; return its result with times, and the bytes by which its peak memory exceeds that at the start."""
+    """Run a job; return its result with times, and its peak memory in bytes minus its memory at the start."""
     Path("/proc/self/clear_refs").write_text("5")
     before = kilobytes("VmRSS")
     result = timed(job)

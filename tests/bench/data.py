@@ -70,7 +70,7 @@ def repeated(corpus: Path, times: int) -> Iterator[Conversation]:
 
 
 def throughput(corpus: Path, tokenizer: Any, tokenizer_folder: Path, folder: Path, quick: bool) -> dict[str, Any]:
-    """Compare the time of data preparation with that of tokenisation only."""
+    """Compare the time of data preparation with the time of tokenisation only."""
     file = folder / "repeated.jsonl"
     write_conversations(repeated(corpus, 2 if quick else 6), file)
     texts = [turn.text for chat in read_conversations(str(file)) for turn in chat.turns]

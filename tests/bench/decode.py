@@ -57,7 +57,7 @@ def assisted(target: Any, drafter: Any, gamma: int) -> Job:
 
 
 def published(target: Any, drafter: Any, gamma: int) -> Job:
-    """Return a job that runs the published greedy algorithm, which crops both caches after each step."""
+    """Return a job that runs greedy speculative decoding as published, which crops both caches after each step."""
 
     @torch.inference_mode()
     def run(prompt: Sequence[int], limits: Limits) -> Decoded:

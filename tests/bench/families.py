@@ -141,7 +141,7 @@ def export(model: Any) -> None:
 
 
 def main() -> None:
-    """Print the table, the reasons and the counts."""
+    """Print the table of model families, the reasons for failures and the counts."""
     arguments = parser_of(__doc__, "check only the first ten families").parse_args()
     torch.set_num_threads(1)
     families = sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *ENCODER_DECODERS})

@@ -205,7 +205,7 @@ def _microseconds(job: Callable[..., Any], inputs: Sequence[Any], cold: bool, ru
 
 
 def text(folder: Path, quick: bool) -> dict[str, Any]:
-    """Compare the speed of counting a table from text with that of tokenisation only."""
+    """Compare the speed of counting a table from text with the speed of tokenisation only."""
     corpus, tokenizer_folder = defaults(folder)
     tokenizer = load_tokenizer(str(tokenizer_folder))
     file = folder / "repeated.jsonl"

@@ -143,7 +143,7 @@ def run_loss(kind: str, hidden_XD: torch.Tensor, weight_VD: torch.Tensor, labels
 
 
 def peak_of_loss(kind: str, positions: int, vocab: int) -> tuple[int, float]:
-    """Return the peak bytes of a cross-entropy loss beyond inputs and gradients, and its seconds, in this process."""
+    """Run a cross-entropy loss in this process; return its peak bytes beyond inputs and gradients, and seconds."""
     torch.manual_seed(0)
     hidden_XD = torch.randn(positions, 768, requires_grad=True)
     weight_VD = torch.randn(vocab, 768, requires_grad=True)

@@ -75,7 +75,7 @@ class Repo:
 
 
 class Hub(ThreadingHTTPServer):
-    """Server with `repos`, which records the kinds of `requests` and the downloaded files `got`.
+    """Local hub with the repositories `repos`. It records kinds of requests and downloaded files (`got`).
 
     `failing` maps kinds of requests to the error status with which they are answered.
     """

@@ -14,7 +14,7 @@ FORMS = (("own", 0), ("low-rank", 3), ("target", 0))
 def random_heads(
     num_heads: int = 3, num_layers: int = 2, projection: str = "own", rank: int = 0, states: str = "after-norm"
 ) -> PredictionHeads:
-    """Return heads for hidden size 8 and 13 tokens; attach a projection if they use that of the target."""
+    """Return heads for hidden size 8 and 13 tokens; attach a projection if they share the target's projection."""
     torch.manual_seed(0)
     heads = PredictionHeads(num_heads, num_layers, 8, 13, projection, rank, states)
     with torch.no_grad():
@@ -24,7 +24,7 @@ def random_heads(
 
 
 def by_hand(heads: PredictionHeads, hidden_XD: torch.Tensor) -> torch.Tensor:
-    """Compute the logits by the formula from the state dict."""
+    """Compute the logits from the state dict by the formula of prediction heads."""
     state, logits = heads.state_dict(), []
     for k in range(heads.num_heads):
         x = hidden_XD

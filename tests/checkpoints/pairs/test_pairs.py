@@ -164,7 +164,7 @@ def strip_before(values: dict[str, Any]) -> None:
 
 
 def assert_equals_target(target: Path, repaired: Path) -> None:
-    """Assert that the logits equal the target's."""
+    """Assert that a repaired drafter has the same logits as the target."""
     models = [AutoModelForCausalLM.from_pretrained(folder).eval() for folder in (target, repaired)]
     ids = torch.arange(VOCAB)[None]
     with torch.no_grad():

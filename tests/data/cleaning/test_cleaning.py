@@ -18,7 +18,7 @@ MORE: Pairs = [("user", "and now?"), ("assistant", "we go on")]
 def clean_all(
     dialogues: list[Pairs], texts: list[str] | tuple[str, ...] = (), ids: list[str] | None = None, **options: Any
 ) -> tuple[list[Pairs | None], CorpusReport]:
-    """Clean dialogues, check that the counts of the report add up, and return both."""
+    """Clean dialogues, check that the counts of the report add up, and return the dialogues and the report."""
     report = CorpusReport()
     cleaner = Cleaner(Cleaning(**options), report, texts)
     names = ids or [f"row-{i}" for i in range(len(dialogues))]

@@ -264,7 +264,7 @@ def test_int8_rounds_to_the_nearest_of_255_values_per_row() -> None:
 
 @torch.inference_mode()
 def test_an_int8_model_equals_the_rounded_model(make_llama: Any, tmp_path: Path) -> None:
-    """The optimised forward is compared with that of transformers on the rounded weights."""
+    """The optimised forward is compared with the forward of transformers on the rounded weights."""
     model = make_llama(hidden_size=64, num_hidden_layers=2)
     model.save_pretrained(tmp_path)
     loaded = load_model(str(tmp_path), dtype="int8")

@@ -51,7 +51,7 @@ def random_tables(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def naive_acceptance(target_XV: np.ndarray, draft_XV: np.ndarray, candidates: int) -> np.ndarray:
-    """Return Σ p (1 - (1 - q)^k): the probability that a token from p is among k candidates (MCNS, appendix C)."""
+    """Return Σ p (1 - (1 - q)^k): the probability that a token from p is among k candidates (appendix C)."""
     return np.asarray((target_XV * (1 - (1 - draft_XV) ** candidates)).sum(-1))
 
 

@@ -25,7 +25,7 @@ def make_source(kind: str) -> Source:
 
 
 def make_rows(kind: str, model: Any) -> tuple[MakeRows, int]:
-    """Return the function that computes the rows of a model, and the row size."""
+    """Return the function that computes the cached rows of a model, and its vocabulary or hidden size."""
     if kind == "top":
         teacher = ModelTeacher(model)
         return partial(top_rows, teacher, TOP_K), teacher.vocab_size
