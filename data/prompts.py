@@ -48,10 +48,9 @@ def load_prompts(
     groups: Sequence[str] | None = None,
     skipped: SkippedPrompts | None = None,
 ) -> list[tuple[Prompt, list[int]]]:
-    """Load and tokenize the prompts of an evaluation set or of conversations, alternating between prompt categories.
+    """Load and tokenize up to `limit` prompts, alternating between categories; see `read_prompts` for the source.
 
-    Raises:
-        ValueError: There is no prompt, or none has at most `max_tokens` tokens.
+    Prompts of more than `max_tokens` tokens are recorded in `skipped`. Raises ValueError if no prompt remains.
     """
     encode = prompt_renderer(template, tokenizer)
     lengths: list[int] = []
@@ -84,7 +83,8 @@ def ask_follow_ups(
 ) -> list[tuple[Prompt, list[int]]]:
     """Return the prompts, followed by the prompts of all later turns of their conversations.
 
-    `answer` generates the answers that are not recorded. It receives the token ids of a batch of prompts.
+    `answer` generates the answers that are not recorded, given the token ids of a batch of prompts, and `encode`
+    tokenizes prompts. Prompts of more than `max_tokens` tokens are recorded in `skipped`.
     """
     all_prompts, pending = list(prompts), [each for each in prompts if each[0].follow_ups]
     for number in count(2):
@@ -104,7 +104,7 @@ def ask_follow_ups(
 def load_questions(
     source: str, limit: int, *, path: str | None = None, groups: Sequence[str] | None = None
 ) -> list[Prompt]:
-    """Load up to `limit` prompts without tokenizing them. Raises ValueError if there are none."""
+    """Load up to `limit` prompts without tokenizing them; see `read_prompts`. Raises ValueError if there are none."""
     read = ((prompt, list[int]()) for prompt in read_prompts(source, path=path, groups=groups, skipped=Counter()))
     prompts = [prompt for prompt, _ in islice(_alternate_groups(source, read), limit)]
     if not prompts:
@@ -114,7 +114,7 @@ def load_questions(
 
 
 def _alternate_groups(source: str, prompts: Iterator[tuple[Prompt, list[int]]]) -> Iterator[tuple[Prompt, list[int]]]:
-    """Yield prompts, alternating between categories if the evaluation set has fixed ones."""
+    """Yield prompts, alternating between categories if the registry lists the categories of the source."""
     corpus = find_corpus(source)
     if corpus is None or not corpus.groups:
         yield from prompts

@@ -110,7 +110,7 @@ class Store(AbstractContextManager["Store"]):
         return len(self._done)
 
     def add(self, name: str, key: str, turns: Sequence[Turn], finishes: Sequence[str], cut: str = "") -> None:
-        """Append a conversation, the finish reason of each answer, and the reason for missing turns (`cut`)."""
+        """Append a conversation with id `name`, the finish reasons of its answers, and why it was truncated (`cut`)."""
         assert key not in self, f"{key} is already in the store"
         messages = [{"role": turn.role, "content": turn.text} for turn in turns]
         row = {"id": name, "key": key, "messages": messages, "finish": list(finishes)} | ({"cut": cut} if cut else {})
@@ -118,7 +118,7 @@ class Store(AbstractContextManager["Store"]):
         self._done.add(key)
 
     def fail(self, name: str, key: str, error: str) -> None:
-        """Append a failed conversation to the error file."""
+        """Append the id (`name`), key and error of a failed conversation to the error file."""
         if self._errors is None:
             self._errors = self._stack.enter_context(self.errors_path.open("ab", buffering=0))
         append_line(self._errors, _encode_row({"id": name, "key": key, "error": error}))
@@ -180,12 +180,12 @@ async def regenerate(
     stopping: Callable[[], bool] = lambda: False,
     progress: Callable[[int], None] = lambda done: None,
 ) -> RegenerationReport:
-    """Regenerate the answers of all conversations that are not in the store.
+    """Regenerate the answers of all conversations that are not in the store, with the function `answer`.
 
-    `concurrency` is the number of parallel conversations. `system` is the system prompt of conversations without one.
-    A conversation is truncated before an answer that is empty or, unless `keep_cut` is set, reached the token limit. It
-    counts as failed if no answer remains. The run stops when `stopping` returns True. `progress` is called with the
-    number of finished conversations.
+    `concurrency` is the number of parallel conversations. `system` is the system prompt of conversations without one. A
+    conversation is truncated before an answer that is empty or, unless `keep_cut` is set, reached the token limit. The
+    conversation counts as failed if no answer remains. The run stops when `stopping` returns True. `progress` is called
+    with the number of finished conversations.
     """
     source = _sort_by_length(item for item in keyed(conversations) if item[0] not in store)
     work = _Work(store, answer, seed, system, keep_cut, stopping, progress)

@@ -61,8 +61,8 @@ def train_bpe(texts: Iterable[str], vocab_size: int, special_tokens: Sequence[st
 def load_tokenizer(source: str) -> Any:
     """Load a tokenizer from a local directory, a GGUF file or a hub id (`user/name`, `user/name@revision`).
 
-    Remote code is never run. If there is only `tokenizer.model`, merges are sorted by score, as in sentencepiece. The
-    reason is that transformers (5.23 at least) sorts LLaMA's merges by id and then tokenizes indented text differently.
+    Remote code is never run. If there is only `tokenizer.model`, merges are sorted by score, as in sentencepiece,
+    because transformers 5.23 sorts LLaMA's merges by id and therefore tokenizes indented text differently.
 
     Raises ValueError if there is no tokenizer, a required package is missing, or a local folder has a revision.
     """

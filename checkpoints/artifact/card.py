@@ -85,7 +85,7 @@ def base_model(manifest: Manifest) -> str | None:
 
 
 def data_sources(manifest: Manifest) -> list[dict[str, Any]]:
-    """Return the data sources of an artifact, with the keys `source`, `hub`, `files`, `rows` and `kept`."""
+    """Return the name, hub id, files, row count and number of kept rows of each data source, as dictionaries."""
     identity, corpora = manifest.data.get("source") or {}, []
     options, counts = identity.get("options") or {}, (manifest.data.get("corpus") or {}).get("sources") or []
     hashes = identity.get("sources") or []

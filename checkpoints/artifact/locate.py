@@ -49,7 +49,8 @@ def model_source(location: str, *, weights: bool = True) -> str:
     """Return the path or hub id to pass to `from_pretrained`. The result is cached per process.
 
     GGUF files are converted. Artifacts on the hub and repositories with a revision (`user/name@revision`) are
-    downloaded, the latter without weights if `weights` is False. Any other hub id is returned unchanged.
+    downloaded. With `weights=False`, a repository with a revision is downloaded without its weights. Any other hub id
+    is returned unchanged.
 
     Raises ValueError for the same reasons as `resolve`, or if a path does not exist.
     """
@@ -73,7 +74,7 @@ def fetch_model(location: str) -> Path:
 
 
 def find_folder(source: str, files: Sequence[str]) -> Path:
-    """Return the local folder of a model; for a hub id, download `files`. Raises ValueError if it does not exist."""
+    """Return a model's folder; for a hub id, download `files` (glob patterns). Raises ValueError if there is none."""
     folder = find_local(source)
     if folder is None:
         repo, revision = parse_hub_id(source)
@@ -112,7 +113,7 @@ def fetch_artifact(repo: str, folder: Path, kind: str | None = None) -> Path:
 
 @contextmanager
 def hub_errors(prefix: str, repo: str) -> Iterator[None]:
-    """Convert huggingface_hub errors to ValueErrors that start with `prefix`. Local file errors are not converted."""
+    """Convert huggingface_hub errors for `repo` to ValueErrors that start with `prefix`, except local file errors."""
     from huggingface_hub import get_token
     from huggingface_hub.errors import HfHubHTTPError, HTTPError
 

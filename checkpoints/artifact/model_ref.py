@@ -84,7 +84,7 @@ def target_record(source: str, sha256: str | None = None) -> dict[str, str | Non
 
 
 def is_unchanged(record: dict[str, Any]) -> bool:
-    """Check if the files of a `ModelRef.record` are unchanged. Return True if they are not stored locally."""
+    """Check if a model's files match a `ModelRef.record`. Return True if there is no hash or no local copy."""
     folder = find_local(str(record["source"]))
     if folder is None or record["sha256"] is None:
         return True

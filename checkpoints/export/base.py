@@ -41,7 +41,7 @@ class Source:
 
 @dataclass(frozen=True)
 class ExportOptions:
-    """Options of an export.
+    """Options of `export_artifact`.
 
     `Format.options` lists the options that a format accepts. Any other option raises ValueError.
     """
@@ -142,7 +142,7 @@ def export_artifact(
 
 
 def check_same_tensors(tensors: dict[str, Tensor], expected: dict[str, Tensor], folder: Path) -> None:
-    """Raise ValueError if two sets of tensors differ in names, dtypes or values. `folder` is named in messages."""
+    """Raise ValueError if the tensors in `folder` differ from `expected` in names, dtypes or values."""
     if names := sorted(set(tensors) ^ set(expected)):
         raise ValueError(f"{folder} and the artifact have different tensors: {', '.join(names[:3])}")
     for name, tensor in expected.items():
@@ -186,7 +186,7 @@ def _check_out(out: Path, source: Source, chosen: Format) -> None:
 def _serving_text(
     source: Source, folder: Path, chosen: Format, options: ExportOptions, name: str, findings: list[str]
 ) -> str:
-    """Render SERVING.md for an export in `folder`. `name` is the final name of the folder."""
+    """Render SERVING.md for an export in `folder`, whose final name is `name`. `findings` are the passed checks."""
     named = target_name(source, options)
     target, revision = (None, None) if named is None else split_revision(named)  # engines do not accept a revision
     values = {"form": chosen, "folder": name, "findings": findings, "target": target, "revision": revision}

@@ -59,7 +59,7 @@ def draft_tokens_of(source: Source) -> Tensor | None:
 
 
 def _pad(model: Any, ids_R: Tensor) -> None:
-    """Untie the output layer, and overwrite rows outside the draft vocabulary so that these are never the argmax."""
+    """Untie the output layer, and change it so that no token outside `ids_R` (the draft vocabulary) is the argmax."""
     head, used = model.get_output_embeddings(), ids_R.tolist()
     rows: list[int | None] = [None] * len(head.weight)
     for number in used:

@@ -69,7 +69,11 @@ def _write(source: Source, folder: Path, options: ExportOptions) -> None:
 def _convert(
     source: Source, converter: Path, model: Path, out: Path, split_by: Path, renamed: dict[str, Any], *more: str
 ) -> None:
-    """Run llama.cpp's converter on the folder `model`. `split_by` is the folder that contains the tokenizer."""
+    """Convert the folder `model` to the GGUF file `out` with llama.cpp's converter and its further options `more`.
+
+    `split_by` contains the tokenizer, and `renamed` has configuration values under the names that the converter
+    expects.
+    """
     dtypes = stored_dtypes(model) - {"I64", "BOOL"}  # dtypes of EAGLE-3's token maps
     if len(dtypes) != 1 or not dtypes <= set(_TYPES):
         raise ValueError(f"{source.folder} has dtypes {', '.join(sorted(dtypes))}, expected {', '.join(_TYPES)}")

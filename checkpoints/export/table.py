@@ -20,7 +20,7 @@ _MODULE = "vllm_proposer.py"
 
 
 def successors(table: BigramTable) -> NDArray[np.int32]:
-    """Return the most probable next token after each token, int32 [V], as drafted by `bigram`; −1 if there is none."""
+    """Return the most probable next token after each token, int32 [V]; −1 where the table has no successor."""
     best_V = table.distributions("cpu", _PRIOR).most_likely(torch.arange(table.vocab_size))
     return torch.where(table.row_ptr.diff() > 0, best_V, -1).numpy().astype(np.int32)
 

@@ -111,7 +111,7 @@ def check_vocabulary(source: Source, target: str) -> None:
 def check_drafter(
     source: Source, folder: Path, target: str, consumers: Collection[str], also: Collection[str] = ()
 ) -> None:
-    """Raise ValueError if an engine in `consumers` does not support the exported drafter with its target."""
+    """Raise ValueError if an engine does not support the drafter in `folder` with `target`; see `check_pair`."""
     sides = read_model_info(target, load_tokenizer), read_model_info(str(folder), load_tokenizer)
     check_pair(*sides, consumers, str(source.folder), _doctor(source, target), also)
 

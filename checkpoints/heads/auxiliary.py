@@ -41,7 +41,7 @@ class Norm(nn.RMSNorm):
 
 
 class AuxiliaryHeads(nn.Module):
-    """Heads that share the target's embeddings and output projection, which `attach` sets.
+    """Base class of heads that share the target's embeddings and output projection, which `attach` sets.
 
     Args:
         config: Configuration of the heads' decoder layers, with the target's sizes.
@@ -92,7 +92,7 @@ class AuxiliaryHeads(nn.Module):
         return self._attached[1]
 
     def attach(self, embedding_VD: Tensor, lm_head_VD: Tensor) -> Self:
-        """Attach the target's embeddings and, if `own_head` is None, its output projection. They are not parameters."""
+        """Attach the target's embeddings and (if `own_head` is None) output projection, but not as parameters."""
         expected = [self.vocab_size, self.hidden_size]
         for name, weight in (("embeddings", embedding_VD), ("output projection", lm_head_VD)):
             if list(weight.shape) != expected:
@@ -105,7 +105,7 @@ class AuxiliaryHeads(nn.Module):
         return self
 
     def stored_tensors(self) -> dict[str, Tensor]:
-        """Return the tensors to store, on the CPU: draft tokens as offsets (`d2t`), with the rows of their logits."""
+        """Return the tensors to store, on the CPU, including the draft vocabulary (`d2t`, `t2d`) and its projection."""
         tensors = dict(self.state_dict())
         if self.proposed is not None or self.own_head is not None:
             rows_RD = self.projection() if self.own_head is None else self.own_head

@@ -54,13 +54,13 @@ class _Layer(nn.Module):
 
 
 class DFlashHeads(AuxiliaryHeads):
-    """Block drafter that shares the target's embeddings and output projection, which `attach` sets.
+    """DFlash drafter that shares the target's embeddings and output projection, which `attach` sets.
 
     Args:
         config: Qwen3 configuration of the drafter's layers, with the target's hidden size and vocabulary.
         layers: Indices (from 0) of the target layers whose inputs are the auxiliary hidden states.
         mask: Id of the mask token.
-        block_size: Tokens of a block, including the anchor.
+        block_size: Number of tokens per block, including the newest known token (the anchor).
         proposed: Token ids of the draft vocabulary, int64 [R], ascending; None for all tokens.
     """
 
@@ -121,7 +121,7 @@ class DFlashHeads(AuxiliaryHeads):
 
     @torch.no_grad()
     def begin_as(self, target: Any) -> Self:
-        """Initialise the weights from the target's last layers and final norm, as far as the sizes are the same."""
+        """Initialise the weights from the target's last layers and final norm, where the shapes are equal."""
         decoder = target.get_decoder()
         sources = getattr(decoder, "layers", [])[-len(self.layer_stack) :]
         for layer, source in zip(self.layer_stack, sources, strict=False):
@@ -137,21 +137,21 @@ class DFlashHeads(AuxiliaryHeads):
         return self
 
     def context(self, aux_BTG: Tensor) -> Tensor:
-        """Return the context features c [B, T, D] of known tokens, from the target's auxiliary hidden states."""
+        """Compute the context features [B, T, D], to which all layers attend, from auxiliary hidden states."""
         context_BTD: Tensor = self.hidden_norm(self.fc(aux_BTG))
         return context_BTD
 
     def features(
         self, aux_BTG: Tensor, tokens_BT: Tensor, positions_BT: Tensor, documents_BT: Tensor, rows_X: Tensor
     ) -> Tensor:
-        """Compute inputs of `projection`, [X, S - 1, D], for blocks in packed rows.
+        """Compute the inputs of `projection`, [X, S - 1, D], for X blocks of S tokens in packed rows.
 
         Args:
             aux_BTG: Auxiliary hidden states of the target.
             tokens_BT: Token ids.
             positions_BT: Positions, which restart in each document.
             documents_BT: Document of each token.
-            rows_X: Ascending flattened positions of the last context token of each block. The anchor follows it.
+            rows_X: Flattened positions of the tokens before the blocks' anchors, int64 [X], ascending.
         """
         length, device = tokens_BT.shape[1], tokens_BT.device
         row_X, last_X = rows_X // length, rows_X % length
@@ -181,7 +181,7 @@ class DFlashHeads(AuxiliaryHeads):
     ) -> Tensor:
         """Run the layers and the final norm on block tokens at positions `places_BQ`, given context features.
 
-        `mask_B1QX` allows each query keys of the T context tokens, then of the Q block tokens. None allows all.
+        `mask_B1QX` is the attention mask over the T context tokens and then the Q block tokens (None: no mask).
         """
         turn_context, turn_block = self.rotary_emb(context_BTD, positions_BT), self.rotary_emb(hidden_BQD, places_BQ)
         layer: Any
@@ -215,9 +215,9 @@ def _fits(own: Tensor | None, other: Tensor | None) -> bool:
 
 
 def default_layers(count: int) -> list[int]:
-    """Return up to five layers of a target with `count` layers whose inputs are read, evenly spaced.
+    """Return up to five evenly spaced layers of a target with `count` layers, whose inputs a drafter reads.
 
-    DFlash's published drafters for Qwen3-8B read the outputs of layers 1, 9, 17, 25 and 33, the inputs of the next.
+    For 36 layers, these are 2, 10, 18, 26 and 34, as in DFlash's published drafters for Qwen3-8B.
     """
     last = max(count - 2, 1)
     reads = min(5, max(1, last - 1))
@@ -255,9 +255,9 @@ def load_dflash(directory: Path, dtype: torch.dtype | None = None) -> DFlashHead
 
 
 def dflash_settings(directory: Path) -> tuple[list[int], int, int]:
-    """Return the layers whose inputs a drafter reads, its mask token and its block size.
+    """Return the target layers whose inputs a drafter reads, its mask token id and its block size.
 
-    Raises ValueError if the config lacks one of them or has an invalid value.
+    Raises ValueError if a setting is missing from the config or invalid.
     """
     path = Path(directory) / CONFIG_FILE
     config = read_json(path)

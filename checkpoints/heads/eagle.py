@@ -119,9 +119,9 @@ class EagleHeads(AuxiliaryHeads):
     def features(self, given_BTG: Tensor, tokens_BT: Tensor, positions_BT: Tensor, mask_B1TT: Tensor) -> Tensor:
         """Compute the inputs of `projection`, [B, T, K, D], for K drafting steps from each position.
 
-        This is training-time test (TTT). At position t, step k takes the embedding of token t + 1 + k and the
-        output of step k − 1, and predicts token t + 2 + k. It attends to the keys of the first step that `mask_B1TT`
-        (bool) allows, and to the keys of later steps at position t.
+        This is training-time test (TTT). At position t, step k (from 0) takes the embedding of token t + 1 + k and the
+        output of step k − 1 (for k = 0, auxiliary hidden states `given_BTG`), and predicts token t + 2 + k. It attends
+        to the first step's keys where `mask_B1TT` is True, and to the keys of later steps at position t.
         """
         layer, features = self.midlayer, []
         states_BTD, after_BT = self.fc(given_BTG), tokens_BT
@@ -171,7 +171,7 @@ def _attend_to_steps(
     keys: list[Tensor],
     values: list[Tensor],
 ) -> Tensor:
-    """Attend to the first step's keys that the mask allows, and to the keys of later steps at the same position."""
+    """Attend to the first step's keys where the mask is True, and to later steps' `keys` at the same position."""
     groups = query_BHTE.shape[1] // key_BJTE.shape[1]
     query_BJUTE = query_BHTE.unflatten(1, (-1, groups)) * query_BHTE.shape[-1] ** -0.5
     shared_BJUTT = query_BJUTE @ key_BJTE[:, :, None].mT

@@ -47,7 +47,7 @@ def save_heads(
 def engine_config(heads: PredictionHeads, base_model_name_or_path: str) -> dict[str, Any]:
     """Return the contents of the `config.json` that serving engines expect for heads.
 
-    Engines ignore biases unless `medusa_fc_bias` is set. The number of heads is stored under both keys in use.
+    Engines ignore biases unless `medusa_fc_bias` is set. They read the number of heads from either of two keys.
     `version` follows FasterDecoding: "1" if each head has its own projection, "2" if heads share the target's.
     """
     return {
@@ -74,7 +74,7 @@ def load_heads(
     """Load heads in evaluation mode from any supported layout. Raises ValueError if files are invalid.
 
     Sizes are taken from the tensors, with a warning if the config contradicts them. `lm_head` [V, D] is the target's
-    output projection for heads that share it. It can also be attached later.
+    output projection for heads that share it, which can also be attached later. `unpickle` allows `.pt` files.
     """
     stored = read_heads(Path(directory), unpickle=unpickle)
     for disagreement in stored.disagreements:

@@ -77,12 +77,12 @@ class StoredHeads:
 
 
 def is_eagle(directory: Path) -> bool:
-    """Check if the config in a folder is that of EAGLE-3 heads. Raises ValueError if it cannot be read."""
+    """Check if the config in a folder describes EAGLE-3 heads. Raises ValueError if the config cannot be read."""
     return _has_architecture(directory, EAGLE)
 
 
 def is_dflash(directory: Path) -> bool:
-    """Check if the config in a folder is that of a DFlash drafter. Raises ValueError if it cannot be read."""
+    """Check if the config in a folder describes a DFlash drafter. Raises ValueError if the config cannot be read."""
     return _has_architecture(directory, DFLASH)
 
 
@@ -171,7 +171,7 @@ def _is_of_heads(name: str) -> bool:
 
 
 def _read_inside(path: Path) -> dict[str, Tensor]:
-    """Load the heads' tensors from the files of a complete model, and remove the prefix of their names."""
+    """Load the heads' tensors from the files of a complete model, and remove the prefix from their names."""
     tensors: dict[str, Tensor] = {}
     if path.suffix != ".json":
         tensors = _read(path, _is_of_heads)

@@ -64,8 +64,8 @@ class _Stacks:
 class PredictionHeads(nn.Module):
     """Medusa heads, each with L residual blocks and a projection; head k at position t predicts token t + 2 + k.
 
-    Source: SLiM, section 3.3. Tensor names are those of Medusa-1: `{k}.{l}.linear.weight`, `{k}.{l}.linear.bias` and
-    `{k}.{L}.weight`.
+    Source: SLiM (Lin et al., Findings of NAACL 2024), section 3.3. Tensors are named as in Medusa-1:
+    `{k}.{l}.linear.weight`, `{k}.{l}.linear.bias` and `{k}.{L}.weight`.
 
     Args:
         num_heads: Number of heads K.
@@ -260,7 +260,7 @@ class PredictionHeads(nn.Module):
         return self.shape(products_XP)
 
     def multiply_by(self, product: Callable[[Tensor], Callable[[Tensor], Tensor]]) -> None:
-        """Use the function `product(weight)`, from [X, D] to [X, V], to apply the shared projection in inference."""
+        """Use `product(weight)`, a function from [X, D] to [X, V], to apply the shared projection in inference."""
         if self.projection_kind == "target" and (self._product is None or self._product[0] != self._projection_state()):
             self._product = self._projection_state(), product(self.projection(0))
 

@@ -83,7 +83,7 @@ def read_published(
 
 
 def _tensors(directory: Path, unpickle: bool) -> dict[str, Tensor]:
-    """Load the tensors of published heads, and rename them as in `EagleHeads`."""
+    """Load the tensors of published heads, and rename them to the tensor names of `EagleHeads`."""
     whole, pickled = directory / WHOLE_FILES[0], directory / PICKLED_WHOLE_FILES[0]
     if whole.is_file():
         tensors = load_file(whole)

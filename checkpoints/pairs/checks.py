@@ -274,7 +274,7 @@ def _check_chat_template(target: ModelInfo, drafter: ModelInfo) -> Iterator[Find
 
 
 def _check_context(target: ModelInfo, drafter: ModelInfo) -> Iterator[Finding]:
-    """Compare context lengths, including limits of draftsmith such as unsupported sliding windows."""
+    """Report a drafter with a shorter context than the target's, or a model whose context draftsmith limits."""
     effects = dict[str, Effect]()
     if _is_shorter(drafter.positions, target.positions):
         reason = f"texts longer than the drafter's {drafter.positions:,} positions are rejected or drafted poorly"
@@ -294,7 +294,7 @@ def _is_shorter(drafter: int | None, target: int | None) -> bool:
 
 
 def _check_draft_vocabulary(target: ModelInfo, drafter: ModelInfo) -> Iterator[Finding]:
-    """Report an artifact with a draft vocabulary that was not exported, because other engines do not support it."""
+    """Report a draft vocabulary that is not exported, because only draftsmith supports it."""
     if (drafter.folder / DRAFT_VOCABULARY).is_file() and not (drafter.manifest and drafter.manifest.export):
         reason = f"it loads {DRAFT_VOCABULARY} as weights: use `draftsmith export`"
         effects = refuse(reason, "vllm")

@@ -39,7 +39,7 @@ def repair(target: ModelInfo, drafter: ModelInfo, out: Path, command: str) -> li
     Returns:
         Descriptions of the changes.
 
-    Raises ValueError if rows cannot be matched or `out` is not empty.
+    Raises ValueError if the drafter cannot be converted or `out` is not empty.
     """
     if out.exists() and (out.is_file() or any(out.iterdir())):
         raise ValueError(f"{out} already exists and is not empty: choose another --fix")
@@ -89,7 +89,7 @@ def _load_model(drafter: ModelInfo, rows: int) -> Any:
 
 
 def _match_rows(target: ModelInfo, drafter: ModelInfo) -> tuple[list[int | None], list[int], int]:
-    """Return the drafter's row (or None) for each target row, the drafter's rows with a token, and its row count."""
+    """Return the drafter's row (or None) for each target row, its rows that have a token, and its number of rows."""
     if target.tokenizer is None or drafter.tokenizer is None:
         raise ValueError(f"{target.source} and {drafter.source} must both have a tokenizer for matching rows")
     made_with = drafter.manifest.tokenizer_fingerprint if drafter.manifest else None
@@ -126,7 +126,7 @@ def arrange_rows(old_VX: Tensor, rows: Sequence[int | None], used: Sequence[int]
     """Reorder the rows of a weight or bias. New rows (None) are the mean of the rows in `used`, which have a token.
 
     In an output layer, the logit of a mean row is the mean of the other logits, so it is never the largest. A zero row
-    would have the largest logit if all others were negative. New entries of a bias [V] are `NEVER`.
+    would have the largest logit if all others were negative. New entries of a bias are `NEVER` (−10⁴).
     """
     is_bias = old_VX.dim() == 1
     added = old_VX.new_tensor(NEVER) if is_bias else old_VX[torch.tensor(used)].double().mean(0).to(old_VX.dtype)

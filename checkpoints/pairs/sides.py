@@ -49,12 +49,12 @@ class Effect:
 
 
 def refuse(reason: str, *consumers: str) -> dict[str, Effect]:
-    """Map each engine (default: all) to the effect `refused`: it does not support the pair."""
+    """Map each engine (default: all) to the effect `refused`: the engine does not support the pair."""
     return dict.fromkeys(consumers or CONSUMERS, Effect(REFUSED, reason))
 
 
 def degrade(reason: str, *consumers: str) -> dict[str, Effect]:
-    """Map each engine (default: all) to the effect `works but`: it supports the pair with a limitation."""
+    """Map each engine (default: all) to the effect `works but`: the engine supports the pair with a limitation."""
     return dict.fromkeys(consumers or CONSUMERS, Effect(BUT, reason))
 
 

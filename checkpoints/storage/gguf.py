@@ -79,7 +79,7 @@ def read_gguf(file: Path) -> Any:
         raise ValueError(f"{file}: GGUF files require the package gguf: {install_hint('gguf')}") from error
 
     class Reader(GGUFReader):
-        """Reader that slices a plain array, which is four times faster than slicing `numpy.memmap`."""
+        """GGUF reader that slices a plain array, which is four times faster than slicing `numpy.memmap`."""
 
         data = property(lambda self: self.plain, lambda self, data: setattr(self, "plain", data.view(np.ndarray)))
 

@@ -21,7 +21,7 @@ PREFIX = "medusa_head."
 
 
 def other_kind(folder: Path) -> str:
-    """Return "heads" or "a table" if a folder contains that instead of a language model, otherwise an empty string."""
+    """Return "heads" or "a table" if a folder contains either instead of a language model, otherwise ""."""
     if any((folder / name).is_file() for name in (HEADS_FILE, PICKLED_FILE)):
         return "heads"
     if (folder / TABLE_FILE).is_file():

@@ -46,7 +46,7 @@ def redacted(text: str) -> str:
 
 
 def without_secrets(value: Any, secret: bool = False) -> Any:
-    """Redact all strings in nested dictionaries and lists. Strings under secret keys are replaced completely."""
+    """Redact strings in nested dictionaries and lists; replace strings under secret keys (all if `secret`) entirely."""
     if isinstance(value, dict):
         return {key: without_secrets(item, secret or is_secret(str(key))) for key, item in value.items()}
     if isinstance(value, list):

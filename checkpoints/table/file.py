@@ -61,7 +61,7 @@ def write_table(path: Path, vocab_size: int, parts: Iterable[Run], unigram_V: In
 
 
 def _header(vocab_size: int, entries: int, room: int) -> bytes:
-    """Return the header of a safetensors file, padded with spaces to `room` bytes."""
+    """Return the safetensors header of a table with `entries` pairs, padded with spaces to `room` bytes."""
     described: dict[str, Any] = {"__metadata__": {"format": "pt", "vocab_size": str(vocab_size)}}
     at = 0
     sizes = {"row_ptr": ("I64", 8, vocab_size + 1), "unigram": ("I64", 8, vocab_size)}

@@ -18,7 +18,7 @@ _PIECE = 1 << 17
 
 
 def key_dtype(vocab_size: int) -> np.dtype[Any]:
-    """Return the dtype of keys x · V + y: uint32 if V² ≤ 2³², else uint64."""
+    """Return the dtype of the keys x · V + y of token pairs (x, y): uint32 if V² ≤ 2³², else uint64."""
     if not 1 <= vocab_size <= MAX_VOCAB:
         raise ValueError(f"vocab_size is {vocab_size}, expected 1 to {MAX_VOCAB}")
     return np.dtype(np.uint32 if vocab_size**2 <= 2**32 else np.uint64)
@@ -60,8 +60,8 @@ def write_keys(tokens_T: NDArray[Any], vocab_size: int, out_T: NDArray[Any]) -> 
 def run_of_keys(keys_T: NDArray[Any], cross_document: int = 0) -> Run:
     """Sort and count at most 2³² − 1 keys, which are overwritten, and return the distinct keys and their counts.
 
-    `cross_document` is the number of pairs across documents, whose keys are set to 0. They are subtracted from the
-    count of key 0, which is cheaper than removing them.
+    `cross_document` is the number of pairs across documents, whose keys are set to 0. It is subtracted from the count
+    of key 0, which is cheaper than removing these keys.
     """
     keys_T.sort()
     size, entries, before = len(keys_T), 0, -1

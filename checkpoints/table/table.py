@@ -157,10 +157,10 @@ class BigramTable:
         return other
 
     def look_up(self, x_X: Tensor, y_X: Tensor, log_unseen: Tensor, add_k: float = 0.0) -> Tensor:
-        """Compute log r(x, y) of token pairs, where r = p(x, y) / (p(x, ·) p(·, y)) and p = n(x, y) / n.
+        """Compute the correlation log r of token pairs, r = p(x, y) / (p(x, ·) p(·, y)), where p are pair frequencies.
 
         The result is the natural logarithm, float32 of the broadcast shape. Source: SLiM, section 3.3, eq. (5), with
-        the marginals of the pair counts. With `add_k`, p(y | x) is (n(x, y) + k) / (n(x, ·) + k V).
+        the marginals of the pair counts n. With k = `add_k`, p(y | x) is (n(x, y) + k) / (n(x, ·) + k V).
 
         Args:
             x_X: Left tokens, int64, on this table's device. They must be in the vocabulary.
@@ -171,12 +171,12 @@ class BigramTable:
         return self.correlation(add_k).look_up(x_X, y_X, log_unseen)
 
     def correlation(self, add_k: float = 0.0) -> "Correlation":
-        """Return the lookup structure for log r, which is built on the first call."""
+        """Return the `Correlation` of the table, which is built on the first call for the given `add_k`."""
         check_add_k(add_k)
         return self._view((self.device, "correlation", add_k), lambda: Correlation(self, self.device, add_k))
 
     def distributions(self, device: torch.device | str, prior: float, add_k: float = 0.0) -> "NextToken":
-        """Return the next-token distributions of the table on a device, which are built on the first call."""
+        """Return the next-token distributions on a device. For `prior` and `add_k`, see `NextToken`."""
         check_add_k(add_k)
         device = torch.device(device)
         return self._view((device, "next", prior, add_k), lambda: NextToken(self, device, prior, add_k))
@@ -221,8 +221,8 @@ def _check_csr(row_ptr: NDArray[Any], col_E: NDArray[Any], count_E: NDArray[Any]
 def _pseudo_counts(table: BigramTable, prior: float, add_k: float) -> tuple[float, Tensor]:
     """Return the number of pseudo-counts per row and their distribution over tokens, float64 [V].
 
-    With `add_k`, there are k pseudo-counts for every token. Otherwise there are `prior` in total, distributed like the
-    unigram counts plus one.
+    If `add_k` is not 0, each token has `add_k` pseudo-counts. Otherwise there are `prior` in total, distributed like
+    the unigram counts plus one.
     """
     vocab = table.vocab_size
     if add_k:
@@ -232,10 +232,10 @@ def _pseudo_counts(table: BigramTable, prior: float, add_k: float) -> tuple[floa
 
 
 class Correlation:
-    """Lookup of log r, where r = p(y | x) / p(y), by binary search in the sorted keys of the pairs.
+    """Lookup of log p(y | x) − log p(y) for token pairs (x, y), by binary search in the sorted keys of the pairs.
 
-    p(y) is the marginal of the pair counts, with a minimum of one count. Keys are x · V + y, or x · V + y − 2³¹ if that
-    fits in 32 bits, because smaller keys make the memory-bound search faster.
+    p(y) is the share of pairs whose right token is y, where a count of 0 is replaced by 1. Keys are x · V + y, or x · V
+    + y − 2³¹ if that fits in 32 bits, because smaller keys make the memory-bound search faster.
     """
 
     def __init__(self, table: BigramTable, device: torch.device, add_k: float) -> None:
@@ -264,7 +264,7 @@ class Correlation:
         return (x_X * self._vocab_size - self._offset).to(self._dtype) + y_X.to(self._dtype)
 
     def look_up(self, x_X: Tensor, y_X: Tensor, log_unseen: Tensor) -> Tensor:
-        """Return log r of token pairs, float32 of the broadcast shape; see `BigramTable.look_up`."""
+        """Compute log p(y | x) − log p(y) of token pairs, float32 of the broadcast shape; see `BigramTable.look_up`."""
         wanted_X = self._keys(x_X, y_X)
         place_X = torch.searchsorted(self._keys_E, wanted_X)
         if self._left_V is not None and self._right_V is not None:
@@ -275,8 +275,8 @@ class Correlation:
 class NextToken:
     """Next-token distributions p(y | x) = (n(x, y) + c u(y)) / (n(x, ·) + c), where n are the counts of the table.
 
-    c is `prior`, and u is the unigram distribution after adding one to each count (`unigram_V`, float32 [V]). With
-    `add_k`, c u(y) is k. All probabilities are positive.
+    c is `prior`, and u is the unigram distribution after adding one to each count (`unigram_V`, float32 [V]). If
+    `add_k` is not 0, c u(y) is `add_k` for every token y. All probabilities are positive.
     """
 
     def __init__(self, table: BigramTable, device: torch.device, prior: float, add_k: float = 0.0) -> None:

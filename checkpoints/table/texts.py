@@ -22,10 +22,10 @@ Ids = NDArray[np.int32]
 
 
 class TextStore:
-    """Concatenated documents, and their positions sorted by the preceding tokens in reverse order (suffix array).
+    """Datastore of concatenated documents with a suffix array: positions sorted by the preceding tokens.
 
     Args:
-        ids_T: Token ids, int32, with −1 before each document, and `CONTEXT` times −1 at the start and the end.
+        ids_T: Token ids, int32, with −1 as the separator of documents, and `CONTEXT` separators at both ends.
         places_N: Sorted positions, int32, of all tokens with a preceding token in the same document.
     """
 
@@ -45,7 +45,7 @@ class TextStore:
         return cls(ids_T, places_N[np.lexsort(before)])
 
     def matches(self, context: Sequence[int] | NDArray[Any]) -> tuple[int, Ids]:
-        """Return the length of the longest suffix of `context` in the texts, and the positions after its matches."""
+        """Find the longest suffix of `context` in the documents. Return its length and the positions after matches."""
         low, high, length = 0, len(self.places_N), 0
         for back in range(1, 1 + min(CONTEXT, len(context))):
             token = context[-back]
@@ -73,10 +73,7 @@ class TextStore:
 
     @classmethod
     def load(cls, directory: Path, vocab_size: int) -> Self | None:
-        """Load the datastore from a directory; None if there is none.
-
-        Raises ValueError if the file is damaged, or tokens or positions are out of range.
-        """
+        """Load the datastore from a directory; None if there is none. Raises ValueError if the file is invalid."""
         path = Path(directory) / TEXTS_FILE
         if not path.is_file():
             return None

@@ -45,7 +45,7 @@ def find_faults(directory: Path, kind: str | None = None) -> tuple[Manifest | No
 
 
 def _kind_faults(directory: Path, manifest: Manifest) -> list[str]:
-    """Return an error message for each missing required file. Non-native exports are skipped."""
+    """Return an error message for each missing required file; none for exports that draftsmith cannot load."""
     if manifest.export is not None and not manifest.export["native"]:
         return []
     files, form = set(manifest.files), manifest.kind

@@ -85,7 +85,7 @@ def load_language_model(source: str | Path, **settings: Any) -> PreTrainedModel:
 
 
 def _check_room(folder: Path, config: Any, dtype: Any) -> None:
-    """Raise ValueError if a model does not fit into free memory. Small models are accepted by file size."""
+    """Raise ValueError if a model does not fit into free memory. If its files are small, weights are not counted."""
     named = config.dtype if dtype in (None, "auto") else "int8" if dtype == "stored" else dtype
     width = (getattr(torch, named) if isinstance(named, str) else named or torch.float32).itemsize
     bound = sum(file.stat().st_size for file in folder.glob("*.safetensors")) * width / 2
@@ -94,7 +94,7 @@ def _check_room(folder: Path, config: Any, dtype: Any) -> None:
 
 
 def check_memory(config: Any, width: int, remedy: str) -> None:
-    """Raise ValueError if a model's parameters, at `width` bytes each, exceed the host's free memory."""
+    """Raise ValueError, with the advice `remedy`, if parameters of `width` bytes each exceed the host's free memory."""
     with torch.random.fork_rng(devices=[]):
         count = sum(weight.numel() for weight in meta_model(config).parameters())
     free = psutil.virtual_memory().available
@@ -159,7 +159,7 @@ def load_whole(kind: Any, source: str | Path, progress: Any = None, **settings: 
     """Load a model with `kind.from_pretrained`. Raises ValueError for missing weights, or an exception in `UNLOADABLE`.
 
     Weights are copied to memory, so that later changes to the files do not affect the model. With dtype "stored", they
-    stay memory-mapped, for callers that convert them. `progress` is called as `progress(percent, 100)`.
+    stay memory-mapped, which saves memory if the caller converts them. `progress` receives (percent, 100).
     """
     model: PreTrainedModel
     config = settings.get("config") or load_config(source)
@@ -266,7 +266,7 @@ def base_of(folder: Path) -> str:
 def only_safetensors(source: str) -> bool | None:
     """Return the argument `use_safetensors` for `from_pretrained`: True, or None if pickles are allowed.
 
-    Raises ValueError for an adapter with pickled weights, which the argument does not prevent, or an invalid index.
+    Raises ValueError for an adapter with pickled weights, for which the argument has no effect, or an invalid index.
     """
     if pickles_allowed():
         return None
@@ -307,7 +307,7 @@ def names_of_embeddings(model: PreTrainedModel) -> tuple[str, str, str | None]:
 def read_tensor(source: str, name: str, prefix: str = "") -> Tensor | None:
     """Load a floating-point tensor from the safetensors files of a folder or hub id; None if it is missing.
 
-    The name is also tried without `prefix`, which files of a base model lack. Raises ValueError for invalid files.
+    Files of a base model store the tensor without `prefix`, which is also tried. Raises ValueError for invalid files.
     """
     names = (name, name.removeprefix(prefix))
     path = next(iter(_weight_files(source, names.__contains__)), None)

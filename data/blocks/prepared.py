@@ -45,7 +45,8 @@ def prepare(
     """Render conversations, pack them into blocks of `block_tokens` and write the blocks to `out_dir` atomically.
 
     Existing prepared data in `out_dir` is replaced. `packing` is "best-fit", or "pad" for one document per block,
-    padded to the longest one in a batch. The manifest records `source`. `progress` receives the row and token counts.
+    padded to the longest document of a batch. With `last_turn_only`, only the last answer of a conversation is
+    supervised. The manifest records `source`. `progress` receives the row and token counts.
 
     Raises ValueError if no token is supervised, or `out_dir` contains other files.
     """

@@ -254,7 +254,7 @@ class Cleaner:
 
 
 def _copy_context_mark(text: str, other: str) -> str:
-    """Return `other`, and mark it as unsupervised context if `text` is marked."""
+    """Return `other`, as `ContextText` (not supervised) if `text` is of that type."""
     return ContextText(other) if isinstance(text, ContextText) else other
 
 
@@ -272,7 +272,7 @@ def _without_unknown(runs: list[tuple[str | None, list[str]]]) -> list[tuple[str
 
 
 def _without_surplus(texts: list[str], changes: set[str]) -> list[str]:
-    """Remove empty messages from consecutive messages of one role."""
+    """Remove empty messages from consecutive messages of one role, and record this in `changes`."""
     if len(texts) == 1:
         return texts
     remaining = [text for text in texts if not _blank(text)] or texts[:1]
@@ -320,8 +320,9 @@ def _language_identifier(languages: Iterable[str]) -> Callable[[str], str]:
 class EvaluationTexts:
     """Index of the word n-grams of evaluation texts, which ignores case and punctuation.
 
-    A text matches if it shares `run_words` consecutive words with an evaluation text, or contains a shorter one in
-    full. Evaluation texts of fewer than `FIRST_WORDS` words must be equal. The index takes about 160 bytes per word.
+    A text matches if it shares `run_words` consecutive words with an evaluation text, or contains a shorter evaluation
+    text in full. Evaluation texts of fewer than `FIRST_WORDS` words match only equal texts. The index takes about 160
+    bytes per word.
     """
 
     def __init__(self, texts: Iterable[str], run_words: int) -> None:

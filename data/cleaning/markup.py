@@ -57,9 +57,8 @@ def holds_html(text: str) -> bool:
 def html_to_markdown(text: str) -> str:
     """Convert the HTML elements of a text to Markdown, and keep code and the text between elements unchanged.
 
-    Texts without tags, and texts whose tags are nested too deeply for the parser, are returned unchanged.
-
-    Raises ValueError if markdownify is not installed.
+    Texts without tags, and texts whose tags are nested too deeply for the parser, are returned unchanged. Raises
+    ValueError if markdownify is not installed.
     """
     if not holds_html(text):
         return text

@@ -28,7 +28,7 @@ _PROBES = (
 
 
 class After(Enum):
-    """Kind of text that precedes a piece."""
+    """Kind of text that precedes a text piece, on which the tokenization of the piece depends."""
 
     NOTHING = "nothing"  # the piece is at the start of the document
     SPECIAL = "special"  # a special token
@@ -85,7 +85,7 @@ class PieceEncoder:
         self.bos: list[int] = [bos] if adds_bos else []
 
     def encode(self, texts: Sequence[str], after: Sequence[After]) -> tuple[np.ndarray, np.ndarray]:
-        """Return the concatenated token ids of all pieces, int32 [T], and the boundaries, int64 [pieces + 1]."""
+        """Tokenize pieces that follow texts of kinds `after`. Return ids, int32 [T], and piece boundaries, int64."""
         encoded = self._encode_raw([self._prepared(*piece) for piece in zip(texts, after, strict=True)])
         if self._adds_space:
             for number, before in enumerate(after):
@@ -159,7 +159,7 @@ class PieceEncoder:
         return text
 
     def _is_bare(self, after: After) -> bool:
-        """Check if the tokenizer must not add a space before a piece."""
+        """Check if the tokenizer must not add a space before a piece that follows text of kind `after`."""
         return after is After.TEXT or (after is After.SPECIAL and not self._adds_space_after_special)
 
     def _without_sentinel(self, ids: np.ndarray, text: str) -> np.ndarray:

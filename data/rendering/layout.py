@@ -127,7 +127,7 @@ class Layout:
         return len(self.encoder.one(lead.tail.rstrip(" "), lead.after))
 
     def first_ids(self, parts: Parts, number: int, question_ids: np.ndarray) -> np.ndarray:
-        """Return the token ids of a question that begins a document after a split."""
+        """Return the ids of question `number` as the first in a document, given its ids after another exchange."""
         lead = self.first_lead(parts)
         if (lead.tail, lead.after) == (self.next.tail, self.next.after):
             return question_ids
@@ -141,7 +141,7 @@ class Layout:
         return (text[:-1], " ") if text.endswith(" ") else (text, "")
 
     def _constant(self, rest: str) -> _Lead:
-        """Tokenize the template text between question and answer, separately from the answer."""
+        """Tokenize the template text between question and answer (`rest`), separately from the answer."""
         if rest in ("", " "):
             return _Lead(NO_IDS, "", After.SPACE if rest else After.TEXT)
         space = rest.endswith(" ")
@@ -151,7 +151,7 @@ class Layout:
         return _Lead(_array(self.encoder.template(rest)), "", after)
 
     def lead(self, text: str, after: After = After.NOTHING, before: str = "") -> _Lead:
-        """Tokenize the template text before a message. `after` and `before` are the kind and token that precede it."""
+        """Tokenize the template text before a message, after text of kind `after` that ends with the token `before`."""
         ends = [match.end() for match in self._special.finditer(text)]
         if not ends:
             return _Lead(NO_IDS, text, after)
@@ -168,7 +168,7 @@ class Layout:
         return lead
 
     def _next(self, closing: str) -> _Lead:
-        """Tokenize the template text before the second and later questions, excluding `template.after`."""
+        """Tokenize the text between `template.after` and a later question. `closing` is the end-of-turn token."""
         after = self.template.after
         lead = self.lead(after + self.template.next, After.SPECIAL, closing)
         if np.array_equal(lead.ids[: len(self.after)], self.after) and (len(lead.ids) or not after):

@@ -193,7 +193,7 @@ class PieceDecoder:
         return [text.removeprefix(self._anchor_text) for text in self._plain([self._anchor + ids for ids in pieces])]
 
     def round_trip(self, text: str) -> str:
-        """Encode and decode a text. The result may differ from it (Unicode normalization, unknown characters)."""
+        """Encode and decode a text, which Unicode normalization and unknown tokens can change."""
         encoded = self._tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)
         return self.decode([list(encoded.input_ids)])[0]
 

@@ -61,7 +61,8 @@ class Rendered:
 class RenderReport:
     """Counts of conversations and exchanges.
 
-    `conversations == rendered + left_out`, and `exchanges - no_room - context_only` exchanges are supervised.
+    Conversations are `rendered`, or `left_out` if no token is supervised. Of the `exchanges`, `no_room` did not fit,
+    and `context_only` are not supervised because of `last_turn_only`.
     """
 
     conversations: int = 0
@@ -212,7 +213,7 @@ class _Document:
         self.length = len(self.pieces[0]) + len(self.pieces[1])
 
     def add(self, lead: np.ndarray, question: np.ndarray, answer: np.ndarray, limit: int) -> bool:
-        """Add an exchange if it fits completely. Return True if it was added."""
+        """Add an exchange, after the template ids `lead`, if it fits into `limit` tokens. Return True if it fits."""
         layout = self.layout
         start = self.length + len(lead) + len(question) + len(layout.answer.ids)
         end = start + len(answer) + len(layout.end)
@@ -224,7 +225,7 @@ class _Document:
         return True
 
     def add_cut(self, question: np.ndarray, answer: np.ndarray, limit: int) -> bool:
-        """Add a truncated exchange to an empty document. Return False if the space is too small."""
+        """Add a truncated exchange to an empty document of `limit` tokens. Return False if the space is too small."""
         layout = self.layout
         lead = layout.lead_tokens(self.parts)
         space = limit - self.length - len(layout.answer.ids) - len(layout.end)
@@ -250,7 +251,7 @@ class _Document:
 
 
 def _split(layout: Layout, parts: Parts, texts: list[np.ndarray], max_tokens: int | None) -> Iterator[Rendered]:
-    """Split a conversation into documents of at most `max_tokens`, without spans if an exchange does not fit."""
+    """Split a conversation into documents of at most `max_tokens`. An exchange that does not fit yields no spans."""
     limit = max_tokens if max_tokens is not None else _NO_LIMIT
     document: _Document | None = None
     for number, (question, answer) in enumerate(zip(texts[::2], texts[1::2], strict=True)):

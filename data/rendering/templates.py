@@ -192,7 +192,7 @@ def own_template(tokenizer: Any, options: Mapping[str, Any]) -> Template:
 
 
 def _find_message_form(chat: "_Chat") -> "tuple[_Chat, str]":
-    """Find the message format that a chat template supports. Return the chat and the text after an answer, or "".
+    """Find the message format of a chat template. Return the chat and the text after an answer, or "" if unknown.
 
     A template may require a system prompt or lists of parts. Raises ValueError if no format can be rendered.
     """

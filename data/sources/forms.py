@@ -128,7 +128,7 @@ def _no_form(row: Row) -> ValueError:
 
 
 def _messages(row: Row, question: str, answer: str | None, context: Sequence[str]) -> Iterator[tuple[Any, Any]]:
-    """Yield the (role, content) pairs of a row, except for the system column."""
+    """Yield the (role, content) pairs of a row. A plain question is followed by the text of the `context` columns."""
     value = row.value[question]
     if question in (*_CHATS, "chosen"):
         yield from () if value is None else _message_list(row, question, value)

@@ -88,9 +88,7 @@ def read_conversations(
 ) -> Iterator[Conversation]:
     """Stream at most `limit` cleaned conversations of a source. See `Cleaner` for `tools` and `questions`.
 
-    `report` is updated while the iterator is consumed.
-
-    Raises ValueError for the same reasons as `open_dialogues`.
+    `report` is updated while the iterator is consumed. Raises ValueError for the same reasons as `open_dialogues`.
     """
     report = CorpusReport() if report is None else report
     cleaning = Cleaning() if cleaning is None else cleaning

@@ -27,7 +27,7 @@ class Corpus:
         prompt: Format string that builds the question from columns, if no column contains it.
         groups: Categories of the prompts, if they are fixed.
         every_turn: Whether to evaluate every question of a conversation, not only the first one.
-        adapter: Function that converts rows with these columns. Other rows are converted by `read_dialogue`.
+        adapter: Function that converts rows that have all `columns`. `read_dialogue` converts other rows.
     """
 
     name: str
@@ -47,7 +47,7 @@ class Corpus:
     adapter: "Callable[[Corpus, Row], Dialogue] | None" = None
 
     def usable_columns(self, present: Sequence[str]) -> Sequence[str]:
-        """Return the columns of a table to load."""
+        """Return the columns to load from a table with the columns `present`."""
         return present if self.adapter is not None and self._matches_columns(present) else usable_columns(present)
 
     def read(self, row: Row) -> Dialogue:

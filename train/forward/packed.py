@@ -25,7 +25,7 @@ _PROBE_TOLERANCE = 1e-3  # relative to the largest value; a wrong head (bias, ca
 
 
 class MaskedBatch(NamedTuple):
-    """Tokens with an explicit attention mask, bool [B, T, T]; the other fields are those of `Batch`."""
+    """Packed tokens with an explicit attention mask, bool [B, T, T]. The other fields are as in `Batch`."""
 
     tokens_BT: Tensor
     positions_BT: Tensor
@@ -43,8 +43,8 @@ class PackedForward(BaseForward):
 
     This is not an `nn.Module`, so that a frozen model is neither wrapped for data parallelism nor saved in a
     checkpoint. `states` selects the output of `hidden`: "after-norm" for the last hidden states, "before-norm" for the
-    input of the final norm, or inner and last hidden states concatenated (`parse_layers`). Raises ValueError if the
-    model takes no positions (ALiBi), carries states across documents, is an encoder-decoder, lacks a final norm, or
+    input of the final norm, or "layers-2-15" for the concatenated inputs of layers 2 and 15 and last hidden states.
+    Raises ValueError if the model has no position ids (ALiBi) or final norm, is recurrent or an encoder-decoder, or
     `states` is unknown.
     """
 

@@ -31,7 +31,7 @@ class BaseForward:
         return int(self.model.get_output_embeddings().weight.shape[0])
 
     def weight_VD(self) -> Tensor | None:
-        """Return the output projection, or None if calls return logits (heads with a bias, capping or scaling)."""
+        """Return the output projection, or None if calls return logits because they have a bias, a cap or a scale."""
         return self.model.get_output_embeddings().weight if self.plain_head else None
 
 
@@ -155,7 +155,7 @@ def _fill_rows(sizes_PK: np.ndarray, room_K: Sequence[int]) -> list[list[int]]:
 
 
 def _positions(rows: Sequence[Sequence[int]], begins: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the position (0 for padding) and the item of each token in the rows, both int64 [R, longest row]."""
+    """Return the original position and the item of each token in packed rows (padding: 0 and −1), int64 [R, width]."""
     width = max(int(lengths[row].sum()) for row in map(list, rows))
     positions = np.zeros((len(rows), width), dtype=np.int64)
     owners = np.full((len(rows), width), _NO_ANSWER, dtype=np.int64)

@@ -39,7 +39,7 @@ class Position:
 
 
 class StateFolder:
-    """State folder of a run, read and written jointly by the processes of `accelerator`."""
+    """Folder with the checkpoints and the log of a run, shared by the processes of `accelerator`."""
 
     def __init__(self, folder: Path, accelerator: Any, keep: int) -> None:
         self.folder = folder
@@ -113,7 +113,7 @@ class StateFolder:
         return from_main(self._accelerator, look)
 
     def save(self, position: Position, pinned: int | None = None) -> None:
-        """Write a checkpoint, then delete all others except the newest ones and the one of step `pinned`.
+        """Write a checkpoint, then delete all others except the newest ones and the checkpoint of step `pinned`.
 
         Raises OSError on failure.
         """

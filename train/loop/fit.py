@@ -368,7 +368,7 @@ def _rows(micro: int, rank: int, world: int, micro_batch: int) -> np.ndarray:
 def run_micro_batches(
     accelerator: Any, module: Any, stepper: Stepper, batch: Batch, counts: Tensor, size: int, micro_steps: int
 ) -> tuple[list[Tensor], float]:
-    """Run forward and backward passes on `size` rows at a time. Return all losses and the gradient norm."""
+    """Run forward and backward passes on `size` rows each. Return losses (sums / `counts`) and the gradient norm."""
     losses, norm = [], 0.0
     for micro in range(micro_steps):
         rows = slice(micro * size, (micro + 1) * size)

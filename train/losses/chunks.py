@@ -65,7 +65,7 @@ def block_rows(vocab: int, chunk: int, device: torch.device) -> int:
 
 
 class Targets(NamedTuple):
-    """Log-probabilities that a teacher assigns to the events of a block of positions.
+    """Log-probabilities [R, F] that a teacher assigns to F events at each of R positions.
 
     If `ids_RK` is None, the events are all tokens of the vocabulary (F = V). Otherwise, they are the tokens `ids_RK`
     (int64 [R, K]) and, if F = K + 1, the event "any other token".
@@ -137,10 +137,10 @@ class TeacherTargets:
 
 
 def to_top_k_events(logits_RV: Tensor, ids_RK: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the drafter's log-probabilities [R, F] of the tokens `ids_RK` and of the event "any other token".
+    """Return the drafter's log-probabilities [R, F] of F events: the tokens `ids_RK` and "any other token".
 
-    The second result contains the probability of each token given this event [R, V]. If K = V, there is no such event:
-    F = K, and the second result is 0.
+    The second result [R, V] is the distribution over tokens, given the event "any other token". If K = V, there is no
+    such event: F = K, and the second result is 0.
     """
     scores_RK = logits_RV.gather(1, ids_RK)
     if ids_RK.shape[1] == logits_RV.shape[1]:
@@ -153,12 +153,12 @@ def to_top_k_events(logits_RV: Tensor, ids_RK: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def to_events(targets: Targets, logits_RV: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return the drafter's log-probabilities of the events in `targets`, in the form of `to_top_k_events`."""
+    """Return the drafter's log-probabilities of the events in `targets`, and the second result of `to_top_k_events`."""
     return (logits_RV.log_softmax(1), None) if targets.ids_RK is None else to_top_k_events(logits_RV, targets.ids_RK)
 
 
 def scatter_grad(grad_RF: Tensor, ids_RK: Tensor, rest_RV: Tensor) -> Tensor:
-    """Convert gradients of the events of `to_top_k_events` to gradients of all logits. Overwrites `rest_RV`."""
+    """Convert gradients of events to gradients of logits. Overwrites `rest_RV`, a result of `to_top_k_events`."""
     known = ids_RK.shape[1]
     if grad_RF.shape[1] > known:
         rest_RV.mul_(grad_RF[:, known:])

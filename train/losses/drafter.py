@@ -50,7 +50,7 @@ def mixture(
     teacher's `top_k` most likely tokens count as one event. `chunk` is the number of positions per chunk.
 
     The sum is a scalar (float32, or float64 if `hidden_XD` is) that can be differentiated once; the number is int64.
-    Raises ValueError if an objective needs a teacher but there is none, or if `chunks.TeacherTargets` does.
+    Raises ValueError if an objective needs a missing teacher, or for the same reasons as `chunks.TeacherTargets`.
     """
     sums_K, counts_K = heads_mixture(
         weights, hidden_XD[:, None], [weight_VD], labels_X[:, None], teacher, None, temperature, chunk, top_k
@@ -163,7 +163,7 @@ def _blocks_of_logits(
 ) -> Iterator[tuple[Tensor, Tensor, Targets | None]]:
     """Yield labels int64 [R], logits [R, V] and teacher targets for each block of positions with a label.
 
-    The arguments are those of `mixture`. Tokens that are not in `proposed` have a logit of −∞.
+    For the arguments, see `mixture`. Tokens that are not in `proposed` have a logit of −∞.
     """
     assert labels_X.shape == hidden_XD.shape[:1], (hidden_XD.shape, labels_X.shape)
     vocab = hidden_XD.shape[1] if weight_VD is None else weight_VD.shape[0]

@@ -27,7 +27,7 @@ Divergence = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def cross_entropy_chunk(logits_CV: Tensor, labels_C: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute the cross-entropy −log q_label from logits, and its gradient q − onehot(label)."""
+    """Compute the cross-entropy −log q_label of the drafter's probabilities q, and its gradient q − onehot(label)."""
     labels_C1 = labels_C[:, None]
     grad_CV = logits_CV.softmax(1)
     loss_C1 = logits_CV.amax(1, keepdim=True) - grad_CV.amax(1, keepdim=True).log_() - logits_CV.gather(1, labels_C1)
@@ -36,17 +36,17 @@ def cross_entropy_chunk(logits_CV: Tensor, labels_C: Tensor) -> tuple[Tensor, Te
 
 
 def forward_kl_chunk(log_drafter_CV: Tensor, log_teacher_CV: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute the forward KL divergence Σ p · (log p − log q) and its gradient q − p (arXiv 1503.02531, section 2)."""
+    """Compute forward KL(p ‖ q) of teacher p and drafter q, and its gradient q − p (arXiv 1503.02531, section 2)."""
     teacher_CV = log_teacher_CV.exp()
     gap_CV = _without_infinity(log_teacher_CV).sub_(log_drafter_CV)
     return gap_CV.mul_(teacher_CV).sum(1), log_drafter_CV.exp().sub_(teacher_CV)
 
 
 def reverse_kl_chunk(log_drafter_CV: Tensor, log_teacher_CV: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute the reverse KL divergence Σ_v q_v · g_v with g = log q − log p, and its gradient q · (g − KL).
+    """Compute reverse KL(q ‖ p) = Σ q · g of drafter q and teacher p, and its gradient q · (g − KL).
 
-    Sources: MiniLLM (Gu et al. 2023, arXiv 2306.08543, section 2.1), DistillSpec (Zhou et al. 2023, arXiv 2310.08461,
-    section 4). log p is clamped to −100 (`LOG_FLOOR`), since the exact value is infinite if p is 0 and q is not.
+    g is log q − log p, where log p is clamped to −100 (`LOG_FLOOR`), since the exact value is infinite if p is 0 and q
+    is not. Sources: MiniLLM (arXiv 2306.08543, section 2.1), DistillSpec (arXiv 2310.08461, section 4).
     """
     drafter_CV = log_drafter_CV.exp()
     gap_CV = log_teacher_CV.clamp(min=LOG_FLOOR).neg_().add_(log_drafter_CV)
@@ -57,8 +57,8 @@ def reverse_kl_chunk(log_drafter_CV: Tensor, log_teacher_CV: Tensor) -> tuple[Te
 def jensen_shannon_chunk(log_drafter_CV: Tensor, log_teacher_CV: Tensor) -> tuple[Tensor, Tensor]:
     """Compute the Jensen-Shannon divergence ½ · KL(p ‖ m) + ½ · KL(q ‖ m) with m = (p + q) / 2, and its gradient.
 
-    The gradient is ½ · q · (g − Σ q · g) with g = log q − log m. The divergence is at most log 2. It is the case β = ½
-    of the generalised divergence of DistillSpec (arXiv 2310.08461, section 4).
+    For teacher p and drafter q, the gradient is ½ · q · (g − Σ q · g) with g = log q − log m. The divergence is the
+    case β = ½ of DistillSpec's generalised divergence (arXiv 2310.08461, section 4). It is at most log 2.
     """
     drafter_CV = log_drafter_CV.exp()
     log_middle_CV = torch.logaddexp(log_drafter_CV, log_teacher_CV).sub_(math.log(2.0))
@@ -69,10 +69,10 @@ def jensen_shannon_chunk(log_drafter_CV: Tensor, log_teacher_CV: Tensor) -> tupl
 
 
 def total_variation_chunk(log_drafter_CV: Tensor, log_teacher_CV: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute the total variation ½ · Σ |p − q| = 1 − α, and its gradient q · Σ s − s (s = q where q < p, else 0).
+    """Compute the total variation ½ · Σ |p − q| of teacher p and drafter q, and its gradient q · Σ s − s.
 
-    This is the expected fraction of draft tokens that speculative decoding rejects (Leviathan et al. 2023, lemma 3.3).
-    DistillSpec uses it as an objective. At p = q, where the minimum is not differentiable, s is 0.
+    s is q where q < p, and otherwise 0. The total variation is the expected fraction of draft tokens that speculative
+    decoding rejects (Leviathan et al. 2023, lemma 3.3). DistillSpec uses it as an objective.
     """
     drafter_CV, least_CV = log_drafter_CV.exp(), log_teacher_CV.exp()
     short_CV = drafter_CV * (drafter_CV < least_CV)  # q where a higher q would increase acceptance
@@ -81,10 +81,10 @@ def total_variation_chunk(log_drafter_CV: Tensor, log_teacher_CV: Tensor) -> tup
 
 
 def lk_alpha_chunk(log_drafter_CV: Tensor, log_teacher_CV: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute −log α and its gradient (∂(1 − α)/∂z) / α (LK losses: Samarin et al. 2026, arXiv 2602.23881).
+    """Compute −log α of the acceptance probability α = Σ min(p, q) of teacher p and drafter q, and its gradient.
 
-    The gradient does not vanish if p and q hardly overlap, and equals that of cross-entropy if p is one-hot. log α =
-    log Σ exp(min(log p, log q)) is computed in log space, so that a small α does not underflow.
+    It is the gradient of −α, divided by α, which does not vanish if p and q hardly overlap, and equals the gradient of
+    cross-entropy if p is one-hot. α is computed in log space to avoid underflow (LK losses, arXiv 2602.23881).
     """
     least_CV = torch.minimum(log_drafter_CV, log_teacher_CV)
     part_CV = least_CV.softmax(1)
@@ -94,10 +94,10 @@ def lk_alpha_chunk(log_drafter_CV: Tensor, log_teacher_CV: Tensor) -> tuple[Tens
 
 
 def lk_lambda_chunk(log_drafter_CV: Tensor, log_teacher_CV: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute λ · KL(p ‖ q) + (1 − λ) · (1 − α), where λ = exp(−η · α) has no gradient.
+    """Compute λ · KL(p ‖ q) + (1 − λ) · (1 − α) of teacher p and drafter q, and its gradient.
 
-    The loss changes from forward KL to total variation as the overlap grows (LK losses: Samarin et al. 2026, arXiv
-    2602.23881, which recommends η = 3). λ is computed per position; the authors' code uses the mean α of a batch.
+    α is the acceptance probability Σ min(p, q), and λ = exp(−3 α) has no gradient. The loss changes from forward KL to
+    total variation as α grows (LK losses, arXiv 2602.23881). The authors' code uses the mean α of a batch for λ.
     """
     kl_C, grad_CV = forward_kl_chunk(log_drafter_CV, log_teacher_CV)
     rejected_C, rejected_grad_CV = total_variation_chunk(log_drafter_CV, log_teacher_CV)

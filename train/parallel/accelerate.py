@@ -145,7 +145,7 @@ class Stepper:
         self._engine.backward(loss)
 
     def norm(self) -> float:
-        """Return the gradient norm, which may be infinite or NaN, and then clip gradients unless DeepSpeed does."""
+        """Clip the gradients unless DeepSpeed does. Return the norm before clipping, which may be infinite or NaN."""
         if self._engine is None:
             return float(torch.as_tensor(self._accelerator.clip_grad_norm_(self._parameters, self._clip_norm)))
         zero = self._engine.optimizer

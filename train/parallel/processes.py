@@ -13,7 +13,7 @@ _NO_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
 
 
 class Interrupted(Exception):  # noqa: N818 - not an error, like KeyboardInterrupt
-    """Raised when a signal stopped a command after its state was saved; `signal_number` is the signal."""
+    """Exception raised when a signal stopped a command after its state was saved; `signal_number` is the signal."""
 
     def __init__(self, signal_number: int, message: str) -> None:
         super().__init__(message)
@@ -21,7 +21,7 @@ class Interrupted(Exception):  # noqa: N818 - not an error, like KeyboardInterru
 
 
 class TrainingError(ValueError):
-    """Raised when training cannot continue. The last checkpoint is unchanged."""
+    """Exception raised when training cannot continue. The last checkpoint is unchanged."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -54,7 +54,7 @@ class StopSignals:
 
 
 def on_main(accelerator: Any, work: Callable[[], object]) -> None:
-    """Run `work` in the main process while the other processes wait. If it fails, all processes end."""
+    """Run `work` in the main process while the other processes wait. If `work` fails, all processes end."""
     if accelerator.is_main_process:
         work()
     accelerator.wait_for_everyone()

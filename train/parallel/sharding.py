@@ -15,7 +15,7 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 def gather_state(accelerator: Any, module: nn.Module) -> dict[str, Tensor] | None:
     """Gather the weights and buffers of a sharded `module` on the CPU of the main process.
 
-    Names have no wrapper prefix, trained weights are float32, and tied weights are one tensor. All processes must call
+    Names have no wrapper prefix, trained weights are float32, and tied weights share a tensor. All processes must call
     this function; the other processes receive None.
     """
     bare = accelerator.unwrap_model(module)
@@ -90,7 +90,7 @@ def gather_optimizer(accelerator: Any, groups: Sequence[Mapping[str, Any]]) -> d
 
 
 def scatter_weights(accelerator: Any, module: nn.Module, file: Path) -> None:
-    """Load a safetensors file into a DeepSpeed module and its float32 weights. All processes must call this."""
+    """Load a safetensors file into a DeepSpeed module and its float32 master weights. All processes must call this."""
     from safetensors import safe_open
 
     bare = accelerator.unwrap_model(module)
@@ -112,7 +112,7 @@ def _set_tensor(accelerator: Any, tensor: Tensor, value: Tensor) -> None:
 
 
 def _set_master(parameter: Any, value: Tensor, key: str | None) -> None:
-    """Write this process's shard of a float32 weight or, if `key` is given, of this AdamW moment of the weight."""
+    """Write this process's shard of a float32 master weight or, if `key` is given, of its AdamW moment `key`."""
     from deepspeed import utils
 
     if not hasattr(parameter, "ds_id"):
@@ -157,7 +157,7 @@ def _link_moments(engine: Any) -> None:
 
 
 def _partitions(engine: Any) -> list[Tensor]:
-    """Return this process's shards of the float32 weights, one flat tensor for each parameter group."""
+    """Return this process's shards of the float32 master weights, one flat tensor for each parameter group."""
     zero = engine.optimizer
     stage3 = engine.zero_optimization_stage() == 3
     return list(zero.fp32_partitioned_groups_flat if stage3 else zero.single_partition_of_fp32_groups)

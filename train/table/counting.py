@@ -38,7 +38,7 @@ class PairCounter(AbstractContextManager["PairCounter"]):
 
     Args:
         vocab_size: Vocabulary size V.
-        folder: Directory of the counts. Existing counts are continued; files of interrupted processes are deleted.
+        folder: Directory of the counts, which may contain earlier counts. Files of interrupted processes are deleted.
         memory_mb: Memory for counting and sorting in mebibytes. More memory results in fewer and larger runs.
         threads: Number of background threads.
 

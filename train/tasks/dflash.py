@@ -20,17 +20,17 @@ from .heads import HeadsModule, HeadsTask
 
 
 class DFlashModule(HeadsModule):
-    """Module whose head k at position t is slot k + 1 of the block with anchor t + 1.
+    """Training module for a DFlash drafter, in which head k at position t predicts slot k + 1 of the block at t + 1.
 
-    At most `anchors` blocks are trained per row. They depend only on the row's tokens and on `progress`, so that the
-    losses are the same for any number of processes.
+    At most `anchors` blocks are trained per row. Their positions depend only on the row's tokens and on `progress`, so
+    that the losses are the same for any number of processes.
     """
 
     heads: DFlashHeads  # type: ignore[assignment]
     anchors: int = 256
 
     def labels(self, batch: Batch) -> Tensor:
-        """Return the labels of the slots, int64 [B, T, K], ignored at positions that are not followed by an anchor."""
+        """Return the labels of the heads, int64 [B, T, K], which are −100 at positions that no block follows."""
         labels_BTK = super().labels(batch)
         candidate_BT = (labels_BTK != IGNORED).any(-1)
         if int(candidate_BT.sum(1).max()) <= self.anchors:
@@ -46,7 +46,7 @@ class DFlashModule(HeadsModule):
         return labels_BTK.masked_fill(~(chosen_BT & candidate_BT)[..., None], IGNORED)
 
     def features(self, batch: Batch, states_YS: Tensor, rows_X: Tensor) -> Tensor:
-        """Return the features [X, K, D] of the blocks after each flattened position."""
+        """Compute the features [X, K, D] of the blocks that follow the flattened positions `rows_X`."""
         aux_YG = states_YS[:, : -self.heads.hidden_size].to(self.heads.fc.weight.dtype)
         aux_BTG = aux_YG.view(*batch.tokens_BT.shape, -1)
         return self.heads.features(aux_BTG, batch.tokens_BT, batch.positions_BT, batch.documents_BT, rows_X)

@@ -86,7 +86,7 @@ class HeadsModule(nn.Module):
         return sums_K * torch.tensor(self.head_weights, device=sums_K.device), counts_K
 
     def features(self, batch: Batch, states_YD: Tensor, rows_X: Tensor) -> Tensor:
-        """Compute the inputs [X, K, D] of the heads' projections from the target's hidden states [Y, D]."""
+        """Compute the inputs [X, K, D] of the heads' projections from rows `rows_X` of the target's hidden states."""
         features_XKD: Tensor = self.heads.features(states_YD[rows_X].to(next(self.heads.parameters()).dtype))
         return features_XKD
 
@@ -147,8 +147,8 @@ class HeadsTask(Task):
     """Task that trains prediction heads on a frozen target.
 
     The loss of a step is Σ_k head_weights[k] · (mean objective of head k over its positions). Medusa-1 uses weights of
-    1 or 0.8^k (arXiv 2401.10774, eq. 1, where k counts from 1). Cross-entropy learns from the text. All other
-    objectives learn from the target's distribution of the same token (self-distillation, section 2.3.2). `states` is a
+    1 or 0.8^k (arXiv 2401.10774, eq. 1, where k counts from 1). Cross-entropy uses the text as labels. All other
+    objectives use the target's distribution of the same token (self-distillation, section 2.3.2). `states` is a
     cache of the target's hidden states, and `evaluate_fn(heads)` returns additional metrics.
 
     Raises ValueError if the weights are invalid, or the heads do not match the target or the cache.
@@ -225,7 +225,7 @@ class HeadsTask(Task):
 
 
 class EagleModule(HeadsModule):
-    """Module for EAGLE-3, in which head k is the k-th drafting step (Li et al. 2025, arXiv 2503.01840, section 3.2).
+    """Training module for EAGLE-3; head k is the k-th drafting step (Li et al. 2025, arXiv 2503.01840, section 3.2).
 
     The hidden states [Y, S] concatenate the target's auxiliary and last hidden states (S = G + D).
     """
@@ -233,7 +233,7 @@ class EagleModule(HeadsModule):
     heads: EagleHeads  # type: ignore[assignment]
 
     def features(self, batch: Batch, states_YS: Tensor, rows_X: Tensor) -> Tensor:
-        """Compute the features [X, K, D] of the K drafting steps that start at each flattened position."""
+        """Compute the features [X, K, D] of the K drafting steps that start at the flattened positions `rows_X`."""
         aux_YG = states_YS[:, : -self.heads.hidden_size].to(self.heads.fc.weight.dtype)
         aux_BTG = aux_YG.view(*batch.tokens_BT.shape, -1)
         mask_B1TT = batch.attention_mask_B1TT()

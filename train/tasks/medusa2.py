@@ -47,7 +47,7 @@ class Medusa2Module(HeadsModule):
     def forward(
         self, tokens_BT: Tensor, labels_BT: Tensor, positions_BT: Tensor, documents_BT: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return weighted loss sums and position counts, both [K + 1]: first of the K heads, then of the target."""
+        """Return weighted loss sums and position counts, both [K + 1]: K entries for the heads, one for the target."""
         batch = Batch(tokens_BT, labels_BT, positions_BT, documents_BT)
         labels_Y = shifted_labels(labels_BT, documents_BT, 1).flatten()
         count = (labels_Y != IGNORED).sum()

@@ -22,7 +22,7 @@ from ..losses.drafter import IGNORED, shifted_labels
 
 @dataclass(frozen=True)
 class ExtendedBatch:
-    """Batch of blocks to which mask tokens have been appended, with labels."""
+    """Batch of blocks with appended mask tokens, and the labels of all tokens."""
 
     batch: MaskedBatch
     labels_X: Tensor
@@ -31,7 +31,7 @@ class ExtendedBatch:
 
 
 def append_mask_tokens(batch: Batch, parallel: Parallel, progress: float) -> ExtendedBatch:
-    """Append mask tokens at random positions, which depend only on the tokens of a row and on `progress`."""
+    """Append mask tokens to each row for random positions, which depend only on its tokens and on `progress`."""
     rows, length = batch.tokens_BT.shape
     device = batch.tokens_BT.device
     labels_BT = shifted_labels(batch.labels_BT, batch.documents_BT, 1)
@@ -70,9 +70,9 @@ def append_mask_tokens(batch: Batch, parallel: Parallel, progress: float) -> Ext
 
 
 def _visible(batch: Batch, documents_BM: Tensor, end_BM: Tensor, number_BM: Tensor) -> Tensor:
-    """Return the attention mask, bool [B, L, L].
+    """Return the attention mask of a batch with appended mask tokens, bool [B, L, L].
 
-    Attention is causal within a document. A mask token attends to its prefix and to earlier mask tokens after it.
+    Attention is causal within a document. A mask token attends to its prefix and to earlier mask tokens of this prefix.
     """
     length, masks = batch.tokens_BT.shape[1], end_BM.shape[1]
     position_T = torch.arange(length, device=end_BM.device)

@@ -69,7 +69,7 @@ class Source(ABC):
 
     @abstractmethod
     def load(self, device: torch.device) -> "tuple[MakeRows, int]":
-        """Load the target. Return the function that computes the rows, and the argument `size` of `columns`."""
+        """Load the target. Return the function that computes the rows, and the target's vocabulary or hidden size."""
 
     @abstractmethod
     def columns(self, size: int) -> dict[str, Column]:
@@ -169,7 +169,7 @@ class RowCache:
 
 
 def look_up(caches: Sequence[RowCache], batch: Batch) -> tuple[RowCache, np.ndarray, np.ndarray]:
-    """Return the cache that contains a batch, and the result of its `find`. Raises ValueError if there is none."""
+    """Return the cache that contains a batch, and the result of `RowCache.find`. Raises ValueError if there is none."""
     for cache in caches:
         rows = cache.find(batch)
         if rows is not None:
@@ -201,7 +201,7 @@ class DocumentRows:
 
 
 def list_document_rows(batch: Batch, reach: int) -> DocumentRows:
-    """List the documents of a batch. Their hashes cover the tokens, the positions and which positions have a row."""
+    """List the documents of a batch, with hashes of tokens, positions and the mask of positions that have a row."""
     has_row_X = kept_positions(batch, reach)
     tokens_X, positions_X, documents_X = (
         tensor.cpu().numpy().reshape(-1) for tensor in (batch.tokens_BT, batch.positions_BT, batch.documents_BT)

@@ -35,9 +35,9 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 
 @dataclass(frozen=True)
 class HiddenSource(Source):
-    """Description of a hidden-state cache in `dtype`, with the `states` of `PackedForward`; see `Source`.
+    """Description of a cache of hidden states with dtype `dtype` and type `states` (see `PackedForward`).
 
-    `target_dtype` is the dtype of the target. States of inner layers are stored for every token, since EAGLE-3 heads
+    `target_dtype` is the dtype of the target. Auxiliary hidden states are stored for every token, since EAGLE-3 heads
     attend to all of them.
     """
 
@@ -72,7 +72,7 @@ _SUMMED_ROWS = 1 << 20
 
 @dataclass(frozen=True)
 class CacheSource(Source):
-    """Description of a cache of the `top_k` most probable tokens of a target in `dtype`; see `Source`."""
+    """Description of a cache of the `top_k` most probable tokens at each position. `dtype` is the target's dtype."""
 
     top_k: int
     dtype: str = "auto"
@@ -128,7 +128,7 @@ class CachedHidden:
 
 
 class HiddenRows:
-    """Callable that computes rows of a target's hidden states in `dtype` for a cache; see `cache.MakeRows`."""
+    """Callable that computes the target's hidden states for a cache, with dtype `dtype`; see `cache.MakeRows`."""
 
     def __init__(self, model: Any, states: str = "after-norm", dtype: str = "bfloat16") -> None:
         self._forward = PackedForward(model.requires_grad_(False).eval(), states)
@@ -137,7 +137,7 @@ class HiddenRows:
 
     @torch.no_grad()
     def __call__(self, batch: Batch, positions_R: Tensor) -> Iterator[dict[str, Tensor]]:
-        """Yield the hidden states at these positions as one chunk. Raises ValueError if a value is not finite."""
+        """Yield the hidden states at `positions_R` as one chunk. Raises ValueError if a value is not finite."""
         with torch.autocast(batch.tokens_BT.device.type, enabled=False):
             hidden_RD = self._forward.hidden(batch).flatten(0, 1)[positions_R]
         stored_RD = hidden_RD.to(self._dtype)
@@ -237,7 +237,7 @@ class CachedTeacher:
         return SparseTeacher(ids_XK, log_probs_XK)
 
     def _read(self, cache: RowCache, rows_R: np.ndarray) -> tuple[Tensor, Tensor]:
-        """Return ids (int64) and log-probabilities (float32) of rows, both [R, K], scaled to sum to 1 − rest."""
+        """Return the rows' ids (int64) and log-probabilities (float32), both [R, K], scaled to the stored total."""
         rows = cache.gather(rows_R, cache.columns)
         log_probs_RK = rows["log_probs"].float().numpy()
         sum_R = np.exp(log_probs_RK).sum(1, dtype=np.float64)
