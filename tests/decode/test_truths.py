@@ -375,7 +375,7 @@ def test_prompt_lookup_continues_periodic_texts(make_markov: MakeMarkov) -> None
 
 
 def latest_match(text: list[int], longest: int) -> int:
-    """Find the longest suffix that occurs earlier in a text; return the end of its latest occurrence, or -1."""
+    """Search a text for its longest suffix (up to `longest`) that occurs earlier; return the latest end, or -1."""
     for size in range(min(longest, len(text) - 1), 0, -1):
         for end in range(len(text) - 1, size - 1, -1):
             if text[end - size : end] == text[-size:]:

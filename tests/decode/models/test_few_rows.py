@@ -121,8 +121,8 @@ def test_norms_and_activations_equal_the_librarys(processor: None, dtype: torch.
         return out_XO.double()
 
     def is_close(found_XO: torch.Tensor, x_XI: torch.Tensor, bound: float) -> bool:
-        """Check that the result is x Wᵀ up to `bound` and rounded inputs: at most 2⁻⁸ of an input (bfloat16), or 2⁻¹⁶
-        of the row's maximum (integers)."""
+        """Check that the result is x Wᵀ within `bound` plus the effect of rounded inputs. Rounding changes an input by
+        at most 2⁻⁸ of its value (bfloat16), or 2⁻¹⁶ of the row's maximum (integers)."""
         off_XI = {PAIRS: 2.0**-8 * x_XI.abs(), FOURS: 2.0**-16 * x_XI.abs().amax(-1, keepdim=True).expand_as(x_XI)}
         most_XO = bound + off_XI.get(few.kind, torch.zeros_like(x_XI)) @ weight_IO.abs()
         return bool(((found_XO - x_XI @ weight_IO).abs() < most_XO).all())

@@ -49,7 +49,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.fixture(scope="module")
 def pair() -> SmallPair:
-    """Return the small random pair, but with a larger vocabulary than its default."""
+    """Return a small random pair with a larger vocabulary than by default."""
     return make_small_pair(VOCAB, 3)
 
 

@@ -39,7 +39,7 @@ Change = Callable[[EagleHeads], Any]
 
 @dataclass(frozen=True)
 class Lesson:
-    """Target and prompts, for which a method trains heads."""
+    """Target, tokenizer and prompts, with methods that write recipes and train heads for this target."""
 
     folder: Path
     prompts: Path
