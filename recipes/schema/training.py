@@ -141,8 +141,8 @@ class TrainSection(_Loop):
 
     epochs: float = Field(1.0, gt=0)
     """Number of passes over the data; `steps` overrides it."""
-    steps: int | None = Field(None, ge=1)  # type: ignore[assignment]
-    """Number of optimizer steps."""
+    steps: int | None = Field(None, ge=0)  # type: ignore[assignment]
+    """Number of optimizer steps. With 0, the artifact contains the initial weights."""
     trackers: list[Literal["tensorboard", "wandb", "trackio", "mlflow"]] = []
     """Experiment trackers to log to, in addition to the log file."""
 

@@ -54,11 +54,10 @@ from ...session.terminal import duration, log
 from ..diagnosis.pair import pair_verdict
 from ..evaluation.evaluate import NotLosslessError, certify_once, evaluate_once
 from .in_engine import check_engine, tune_in_engine
-from .quickstart import run_stage
+from .quickstart import Ledger, run_stage
 from .stages import (
     DRAFT_VOCABULARY,
     REVERSED_HELDOUT,
-    Ledger,
     Row,
     Source,
     answers_of,

@@ -6,13 +6,14 @@ Each stage is a separate recipe. Finished stages are reused. `draftsmith forge` 
 import json
 import random
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from ....checkpoints.artifact.compat import save_tokenizer
 from ....checkpoints.artifact.locate import resolve as folder_of
-from ....checkpoints.storage.atomic import atomic_dir, check_writable
+from ....checkpoints.storage.atomic import atomic_dir, atomic_text, check_writable
 from ....checkpoints.storage.gguf import gguf_file, is_gguf
 from ....checkpoints.storage.locks import sole_writer
 from ....checkpoints.storage.names import MANIFEST_FILE
@@ -20,6 +21,7 @@ from ....checkpoints.storage.safe_read import load_json
 from ....data.conversations import write_conversations
 from ....data.rendering.templates import CHATML_JINJA
 from ....data.sources.documentation import documentation_conversations
+from ....data.sources.questions import template_questions
 from ....data.sources.reading import draw_key, has_few_ids, hash_share, read_conversations
 from ....data.tokenizers import train_bpe
 from ...assemble.teacher import prepare_teacher
@@ -27,15 +29,38 @@ from ...schema.evaluation import QuickstartRecipe, RegenerateRecipe
 from ...schema.forge import ForgeRecipe
 from ...schema.loading import parse_recipe, read_recipe, write_recipe
 from ...session.machine import has_bfloat16
-from ...session.terminal import bar, log
+from ...session.terminal import bar, duration, log
 from ..artifacts.imports import import_gguf
 from ..evaluation.evaluate import evaluate_once
 from ..training.regenerate import run_regenerate
 from ..training.train import run_train
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-STAGES = ("target", "answers", "eagle", "drafter", "distilled", "heads", "table")
+STAGES = ("target", "answers", "trimmed", "eagle", "dflash", "drafter", "distilled", "heads", "table")
 """Names of the stages with a recipe, in the order in which they run."""
+
+
+class Ledger:
+    """Record of the time spent in each stage, including earlier, interrupted runs."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.seconds: dict[str, float] = load_json(path, "seconds")["seconds"] if path.is_file() else {}
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Add the time spent in the `with` block to the stage `name`, even if the block raises an exception."""
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - began
+            atomic_text(self._path, json.dumps({"seconds": self.seconds}, indent=1) + "\n")
+
+    @property
+    def spent(self) -> float:
+        """Total time of all stages in seconds, including earlier runs."""
+        return sum(self.seconds.values())
 
 
 def run_quickstart(recipe: QuickstartRecipe) -> dict[str, Any]:
@@ -43,51 +68,57 @@ def run_quickstart(recipe: QuickstartRecipe) -> dict[str, Any]:
 
     Raises ValueError if `out` contains a quickstart run with other settings.
     """
-    out, resolved, start = Path(recipe.out), resolve(recipe), time.monotonic()
+    out, resolved = Path(recipe.out), resolve(recipe)
     check_writable(out, folder=True)
     with sole_writer(out):
         if (out / "corpus").is_dir():
             check_folder(out / "quickstart.yaml", recipe, ("evaluate",))
-        target = resolved.target if isinstance(resolved.target, str) and not (out / "target").is_dir() else None
-        if target is not None:
-            find_target(target)  # fails before any stage runs
+        given = {"target": resolved.target, "given": resolved.given}
+        models = {name: model for name, model in given.items() if isinstance(model, str) and not (out / name).is_dir()}
+        for model in models.values():
+            find_target(model)  # fails before any stage runs
         write_recipe(recipe, out / "quickstart.yaml")
-        make_corpus(recipe, out / "corpus")
-        if target is not None:
-            make_target(target, out / "target")
-        if recipe.corpus.vocab_size is not None:
-            make_tokenizer(recipe.corpus.vocab_size, out / "corpus", out / "tokenizer")
+        ledger = Ledger(out / "spent.json")
+        with ledger.stage("corpus"):
+            make_corpus(recipe, out / "corpus")
+            for name, model in models.items():
+                make_target(model, out / name, resolved.gguf_dtype)
+            if recipe.corpus.vocab_size is not None:
+                make_tokenizer(recipe.corpus.vocab_size, out / "corpus", out / "tokenizer")
         for name in STAGES:
             stage: Any = getattr(resolved, name)
             if stage is None or isinstance(stage, str):
                 continue
             log(f"\n— {name} → {stage.out}")
-            run_stage(stage)
+            with ledger.stage(name):
+                run_stage(stage)
         log(f"\n— evaluation → {resolved.evaluate.out}")
-        results = evaluate_once(resolved.evaluate)
-    log(f"quickstart: {(time.monotonic() - start) / 60:.1f} minutes")
+        with ledger.stage("evaluation"):
+            results = evaluate_once(resolved.evaluate)
+    parts = ", ".join(f"{name} {duration(seconds)}" for name, seconds in ledger.seconds.items() if seconds >= 1)
+    log(f"quickstart: {duration(ledger.spent)} ({parts})")
     return results
 
 
 def resolve(recipe: QuickstartRecipe) -> QuickstartRecipe:
-    """Set output directory, seed, precision, number of steps and number of answers in the recipes of the stages."""
+    """Set output directory, seed, precision and the numbers of steps, answers and prompts in the stages' recipes."""
     values = fill_placeholder(recipe.model_dump(mode="json"), "{out}", recipe.out)
     scale = recipe.minutes / recipe.reference_minutes
-    trained = [values[name] for name in ("target", "eagle", "drafter", "distilled", "heads")]
+    trained = [values[name] for name in ("target", "trimmed", "eagle", "dflash", "drafter", "distilled", "heads")]
     for train in (part["train"] for part in trained if isinstance(part, dict)):
         train["seed"] = recipe.seed
-        if train["steps"] is not None:
+        if train["steps"]:
             train["steps"] = max(1, round(train["steps"] * scale))
     answers = values["answers"]
     answers["limit"] = None if answers["limit"] is None else max(20, round(answers["limit"] * scale))
+    values["evaluate"]["limit"] = max(2, round(values["evaluate"]["limit"] * min(1, scale)))
     if recipe.precision == "bfloat16" or (recipe.precision == "auto" and has_bfloat16()):
         answers["dtype"] = "bfloat16"
-        values["heads"]["target_dtype"] = values["drafter"]["teacher"]["dtype"] = "bfloat16"
-        for part in trained[1:]:
-            if part is not None:
-                part["train"]["precision"] = "bf16"
-        if values["eagle"] is not None:
-            values["eagle"]["target_dtype"] = "bfloat16"
+        values["drafter"]["teacher"]["dtype"] = "bfloat16"
+        for part in (part for part in trained[1:] if part is not None):
+            part["train"]["precision"] = "bf16"
+            if "target_dtype" in part:
+                part["target_dtype"] = "bfloat16"
     for name in ("answers", "evaluate"):
         values[name]["seed"] = recipe.seed
     resolved = parse_recipe(values, "quickstart")
@@ -121,15 +152,15 @@ def find_target(name: str) -> Path:
     return gguf_file(name) if is_gguf(name) else folder_of(name)
 
 
-def make_target(name: str, folder: Path) -> None:
-    """Convert a GGUF target to a model directory, or create a symbolic link to an existing model directory."""
+def make_target(name: str, folder: Path, dtype: str = "float32") -> None:
+    """Convert a GGUF model to a model directory, or create a symbolic link to an existing model directory."""
     source = find_target(name)
-    log(f"— target: {source} → {folder}")
-    import_gguf(source, folder, "float32") if is_gguf(source) else folder.symlink_to(source.resolve())
+    log(f"— {folder.name}: {source} → {folder}")
+    import_gguf(source, folder, dtype) if is_gguf(source) else folder.symlink_to(source.resolve())
 
 
 def make_corpus(recipe: QuickstartRecipe, folder: Path, *, min_heldout: int = 0) -> None:
-    """Write train.jsonl, heldout.jsonl and report.json from the documentation of installed packages and from files.
+    """Write train.jsonl, heldout.jsonl and report.json from documentation, templates of questions, and files.
 
     At least `min_heldout` conversations of each file are held out.
     """
@@ -148,18 +179,25 @@ def make_corpus(recipe: QuickstartRecipe, folder: Path, *, min_heldout: int = 0)
             seed=recipe.seed,
             progress=advance,
         )
-    for name in section.files:
-        rows = list(read_conversations(name, questions=True))
+    sources = {name: list(read_conversations(name, questions=True)) for name in section.files}
+    if section.questions:
+        sources["the templates"] = template_questions(section.questions, recipe.seed)
+    for name, rows in sources.items():
         by_content = has_few_ids(rows)
         draws = [hash_share(f"held out {draw_key(row, by_content=by_content)}") for row in rows]
         least = sorted(draws)[:min_heldout]
         for row, draw in zip(rows, draws, strict=True):
             (heldout if draw < section.heldout_share or draw in least else train).append(row)
         log(f"corpus: {len(rows):,} conversations of {name}")
-    if section.files:
+    if sources:
         for part in (train, heldout):
             random.Random(recipe.seed).shuffle(part)
-        report |= {"files": section.files, "conversations": len(train) + len(heldout), "heldout": len(heldout)}
+        report |= {
+            "files": section.files,
+            "questions": section.questions,
+            "conversations": len(train) + len(heldout),
+            "heldout": len(heldout),
+        }
     with atomic_dir(folder) as unfinished:
         write_conversations(train, unfinished / "train.jsonl")
         write_conversations(heldout, unfinished / "heldout.jsonl")

@@ -4,8 +4,8 @@ import gc
 import json
 import shutil
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -113,29 +113,6 @@ class Prompts(NamedTuple):
     """Number of held-out prompts that are short enough for measurements."""
     tokens: float
     """Mean number of tokens of the held-out prompts, including the prompt template."""
-
-
-class Ledger:
-    """Record of the time spent in each stage, including earlier, interrupted runs."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self.seconds: dict[str, float] = load_json(path, "seconds")["seconds"] if path.is_file() else {}
-
-    @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        """Add the time spent in the `with` block to the stage `name`, even if the block raises an exception."""
-        began = time.monotonic()
-        try:
-            yield
-        finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - began
-            atomic_text(self._path, json.dumps({"seconds": self.seconds}, indent=1) + "\n")
-
-    @property
-    def spent(self) -> float:
-        """Total time of all stages in seconds, including earlier runs."""
-        return sum(self.seconds.values())
 
 
 def prepare_prompts(recipe: ForgeRecipe, base: QuickstartRecipe, out: Path) -> Prompts:

@@ -1,21 +1,26 @@
-"""The recipe `realpair` with a tiny GGUF file inside an installed package."""
+"""The recipes `realpair` and `coder` with tiny GGUF files."""
 
 import json
 import re
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 from draftsmith.checkpoints.artifact.locate import resolve
+from draftsmith.checkpoints.storage.names import MANIFEST_FILE
 from draftsmith.data.blocks.prepared import PreparedData
 from draftsmith.data.tokenizers import load_tokenizer
 from draftsmith.decode.models.draft_vocabulary import kept_tokens
 from draftsmith.decode.models.loading import load_model
 from draftsmith.recipes.commands.artifacts.imports import import_gguf, import_published
+from draftsmith.recipes.commands.pairs.quickstart import resolve as resolve_recipe
 from draftsmith.recipes.commands.pairs.quickstart import run_quickstart
 from draftsmith.recipes.schema.loading import load_recipe
+from draftsmith.recipes.schema.results import load_results
 
 GGUF = Path(__file__).parents[2] / "checkpoints" / "storage" / "test_gguf.py"
 TARGET = "package:tiny_gguf/tiny.gguf"
@@ -45,6 +50,64 @@ def package(tmp_path: Path, load_script: Callable[[Path], ModuleType], monkeypat
 def run(out: Path, *changes: str) -> dict[str, Any]:
     recipe: Any = load_recipe("realpair", [*SMALL, f"out={out}", *changes])
     return run_quickstart(recipe)
+
+
+TINY_CODER = [
+    "corpus.packages=[typer]", "corpus.megabytes=0", "corpus.questions=60", "corpus.heldout_share=0.1",
+    "answers.limit=20", "answers.max_new_tokens=8", "answers.batch=8", "answers.dtype=float32",
+    "drafter.model.layers=[0]", "drafter.teacher.dtype=float32", "drafter.model.vocabulary.tokens=200",
+    *(f"{name}.vocabulary.tokens=200" for name in ("eagle", "dflash", "heads")), "trimmed.model.vocabulary.tokens=150",
+    *(f"{name}.layers=[1]" for name in ("eagle", "dflash")),
+    *(f"{name}.train.steps=2" for name in ("eagle", "dflash", "drafter", "heads")),
+    *(f"{name}.train.save_every=1" for name in ("eagle", "dflash", "drafter", "heads")),
+    *(f"{name}.data.block_tokens=256" for name in ("trimmed", "eagle", "dflash", "drafter", "heads", "table")),
+    *(f"{name}.measure={{prompts: 0, blocks: 0}}" for name in ("eagle", "dflash", "drafter", "heads")),
+    "evaluate.limit=2", "evaluate.max_new_tokens=6", "evaluate.dtype=float32", "precision=float32",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kills", [0, pytest.param(3, marks=pytest.mark.slow)])
+def test_coder_with_gguf_files(kills: int, package: Path, launcher: Any, stop: Any, tmp_path: Path) -> None:
+    """The command measures every row of the recipe without a loss, also after it was killed in three stages."""
+    out, gguf = tmp_path / "pair", str(package / "tiny.gguf")
+    words = ("quickstart", "--recipe", "coder", gguf, gguf, "--out", str(out), *TINY_CODER)
+    if kills:
+        stop(out / "answers.jsonl", 3, signal.SIGKILL, *words)
+        _, errors = stop(out / "eagle" / MANIFEST_FILE, 0, signal.SIGKILL, *words)
+        assert "corpus: reusing" in errors
+        assert not (out / "table").exists()
+        stop(out / "results.json.state" / "runs.jsonl", 3, signal.SIGKILL, *words)
+    code, errors = launcher.run(*words)
+    assert code == 0, errors
+    assert errors.count("reusing it") == (6 if kills else 0), "six artifacts were finished before the last start"
+    assert ("resuming with" in errors) == bool(kills)
+
+    rows = load_results(out / "results.json")["methods"]
+    shipped: Any = load_recipe("coder")
+    assert [row["label"] for row in rows] == shipped.evaluate.labels()
+    exact = {row["label"]: row["identical_to_greedy"] for row in rows if row["identical_to_greedy"] is not None}
+    assert {"given", "trimmed", "drafter", "eagle", "dflash"} <= set(exact)
+    assert set(map(tuple, exact.values())) == {(2, 2)}
+    given, trimmed = (load_model(str(out / name)) for name in ("given", "trimmed"))
+    proposed = kept_tokens(trimmed)
+    assert proposed is not None
+    assert len(proposed) == 150
+    weights = trimmed.get_decoder().state_dict()
+    assert all(torch.equal(weight, weights[name]) for name, weight in given.get_decoder().state_dict().items())
+    spent = json.loads((out / "spent.json").read_text())["seconds"]
+    assert {"corpus", "answers", "trimmed", "eagle", "dflash", "drafter", "heads", "table", "evaluation"} == set(spent)
+
+
+def test_models_and_time_of_quickstart(launcher: Any) -> None:
+    """More than two models are refused, and less time reduces steps, answers and prompts, but trains all drafters."""
+    code, errors = launcher.run("quickstart", "--recipe", "coder", "a", "b", "c")
+    assert code == 2
+    assert "got 3: ['a', 'b', 'c']" in errors
+    with pytest.raises(ValueError, match=r"given.*trimmed"):
+        load_recipe("realpair", ["given=./drafter"])
+    full, short = (resolve_recipe(load_recipe("coder", [f"minutes={minutes}"])) for minutes in (480, 48))
+    assert (short.answers.limit, short.evaluate.limit, short.trimmed.train.steps) == (full.answers.limit // 10, 2, 0)
+    assert short.eagle.train.steps == short.dflash.train.steps == full.drafter.train.steps // 10
 
 
 def stamps(out: Path) -> dict[str, int]:
