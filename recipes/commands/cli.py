@@ -52,7 +52,7 @@ def _before(
 
 @app.command()
 def quickstart(
-    words: Annotated[
+    arguments: Annotated[
         list[str] | None,
         typer.Argument(
             metavar="[TARGET [DRAFTER]] [KEY=VALUE]...",
@@ -75,12 +75,14 @@ def quickstart(
     from ..schema.evaluation import QuickstartRecipe
     from ..schema.loading import load_recipe
 
-    models = [word for word in words or [] if "=" not in word]
+    models = [word for word in arguments or [] if "=" not in word]
     if len(models) > 2:
         raise ValueError(f"quickstart takes at most 2 models, a target and a drafter, got {len(models)}: {models}")
-    options = {"minutes": minutes, "seed": seed, "out": out} | dict(zip(("target", "given"), models, strict=False))
+    options = {"minutes": minutes, "seed": seed, "out": out} | dict(
+        zip(("target", "small_model"), models, strict=False)
+    )
     changes = {key: value for key, value in options.items() if value is not None}
-    overrides = [word for word in words or [] if "=" in word]
+    overrides = [word for word in arguments or [] if "=" in word]
     loaded = load_recipe(recipe, overrides, options=changes, kinds=["quickstart"])
     assert isinstance(loaded, QuickstartRecipe)
     from .pairs.quickstart import run_quickstart

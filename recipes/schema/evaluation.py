@@ -255,14 +255,15 @@ class QuickstartRecipe(Section):
     target: DrafterRecipe | str
     """Recipe that trains the target, or an existing model: a directory or hub id, to which `{out}/target` links, or a
     `.gguf` file, which is converted. `package:NAME/FILE.gguf` is a file in an installed package."""
-    given: str | None = None
-    """Existing drafter, as `target`, to which `{out}/given` links or to which it is converted (default: none)."""
+    small_model: str | None = None
+    """Existing model that can draft for the target, such as a smaller one of its family (default: none), named as
+    `target`. `{out}/small_model` links to it, or contains the converted GGUF file."""
     gguf_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "float32"
-    """Data type of a target or given drafter that is converted from a GGUF file."""
+    """Data type of a target or small model that is converted from a GGUF file."""
     answers: RegenerateRecipe
     """Recipe that regenerates the responses with the target."""
     trimmed: DrafterRecipe | None = None
-    """Recipe that reduces the vocabulary of the given drafter."""
+    """Recipe that reduces the vocabulary of the small model."""
     drafter: DrafterRecipe
     distilled: DrafterRecipe | None = None
     """Second stage of drafter training, which starts from the weights of the first stage."""
@@ -275,9 +276,7 @@ class QuickstartRecipe(Section):
     evaluate: EvaluateRecipe
 
     @model_validator(mode="after")
-    def _trims_given(self) -> "QuickstartRecipe":
-        if (self.given is None) != (self.trimmed is None):
-            raise ValueError(
-                f"`given` and `trimmed` require each other, got `given: {self.given}`: set both or neither"
-            )
+    def _trims_small_model(self) -> "QuickstartRecipe":
+        if (self.small_model is None) != (self.trimmed is None):
+            raise ValueError(f"set both `small_model` and `trimmed`, or none, got small_model {self.small_model!r}")
         return self

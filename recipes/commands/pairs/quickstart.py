@@ -73,8 +73,8 @@ def run_quickstart(recipe: QuickstartRecipe) -> dict[str, Any]:
     with sole_writer(out):
         if (out / "corpus").is_dir():
             check_folder(out / "quickstart.yaml", recipe, ("evaluate",))
-        given = {"target": resolved.target, "given": resolved.given}
-        models = {name: model for name, model in given.items() if isinstance(model, str) and not (out / name).is_dir()}
+        named = {"target": resolved.target, "small_model": resolved.small_model}
+        models = {name: model for name, model in named.items() if isinstance(model, str) and not (out / name).is_dir()}
         for model in models.values():
             find_target(model)  # fails before any stage runs
         write_recipe(recipe, out / "quickstart.yaml")

@@ -86,14 +86,14 @@ def test_coder_with_gguf_files(kills: int, package: Path, launcher: Any, stop: A
     shipped: Any = load_recipe("coder")
     assert [row["label"] for row in rows] == shipped.evaluate.labels()
     exact = {row["label"]: row["identical_to_greedy"] for row in rows if row["identical_to_greedy"] is not None}
-    assert {"given", "trimmed", "drafter", "eagle", "dflash"} <= set(exact)
+    assert {"small model", "trimmed", "drafter", "eagle", "dflash"} <= set(exact)
     assert set(map(tuple, exact.values())) == {(2, 2)}
-    given, trimmed = (load_model(str(out / name)) for name in ("given", "trimmed"))
+    small, trimmed = (load_model(str(out / name)) for name in ("small_model", "trimmed"))
     proposed = kept_tokens(trimmed)
     assert proposed is not None
     assert len(proposed) == 150
     weights = trimmed.get_decoder().state_dict()
-    assert all(torch.equal(weight, weights[name]) for name, weight in given.get_decoder().state_dict().items())
+    assert all(torch.equal(weight, weights[name]) for name, weight in small.get_decoder().state_dict().items())
     spent = json.loads((out / "spent.json").read_text())["seconds"]
     assert {"corpus", "answers", "trimmed", "eagle", "dflash", "drafter", "heads", "table", "evaluation"} == set(spent)
 
@@ -103,8 +103,8 @@ def test_models_and_time_of_quickstart(launcher: Any) -> None:
     code, errors = launcher.run("quickstart", "--recipe", "coder", "a", "b", "c")
     assert code == 2
     assert "got 3: ['a', 'b', 'c']" in errors
-    with pytest.raises(ValueError, match=r"given.*trimmed"):
-        load_recipe("realpair", ["given=./drafter"])
+    with pytest.raises(ValueError, match=r"small_model.*trimmed"):
+        load_recipe("realpair", ["small_model=./drafter"])
     full, short = (resolve_recipe(load_recipe("coder", [f"minutes={minutes}"])) for minutes in (480, 48))
     assert (short.answers.limit, short.evaluate.limit, short.trimmed.train.steps) == (full.answers.limit // 10, 2, 0)
     assert short.eagle.train.steps == short.dflash.train.steps == full.drafter.train.steps // 10
