@@ -124,7 +124,7 @@ Heads = TypeVar("Heads", bound=AuxiliaryHeads)
 def check_layers(layers: Sequence[int], count: int) -> None:
     """Raise ValueError unless the layers are distinct, ascending and among the `count` layers of the target."""
     if not layers or not all(0 <= layer < count for layer in layers) or [*layers] != sorted(set(layers)):
-        raise ValueError(f"layers must be distinct, ascending and in 0 to {count - 1}, got {[*layers]}")
+        raise ValueError(f"layers must be distinct, ascending and between 0 and {count - 1}, got {[*layers]}")
 
 
 def draft_tokens_in(stored: Mapping[str, Tensor]) -> Tensor | None:

@@ -70,7 +70,7 @@ class DFlashHeads(AuxiliaryHeads):
         if block_size < 2:
             raise ValueError(f"{BLOCK} must be at least 2, got {block_size}")
         if not 0 <= mask < config.vocab_size:
-            raise ValueError(f"{MASK} must be in 0 to {config.vocab_size - 1}, got {mask}")
+            raise ValueError(f"{MASK} must be between 0 and {config.vocab_size - 1}, got {mask}")
         super().__init__(config, layers, proposed, block_size - 1)
         self.mask, self.block_size = mask, block_size
         hidden = config.hidden_size

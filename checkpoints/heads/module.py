@@ -189,7 +189,7 @@ class PredictionHeads(nn.Module):
         """Set the draft vocabulary (None: all tokens). Raises ValueError for invalid ids or own projections."""
         if ids_P is not None:
             if self.projection_kind != "target":
-                raise ValueError(f"{TOKENS} requires heads of projection 'target', got {self.projection_kind!r}")
+                raise ValueError(f"{TOKENS} requires projection_kind 'target', got {self.projection_kind!r}")
             if not ids_P.is_meta and self._vocab_size is not None:
                 check_tokens(ids_P, self._vocab_size)
             ids_P = ids_P.long()
@@ -218,7 +218,7 @@ class PredictionHeads(nn.Module):
 
     def _head(self, k: int) -> nn.Sequential:
         if not 0 <= k < self.num_heads:
-            raise ValueError(f"head must be in 0 to {self.num_heads - 1}, got {k}")
+            raise ValueError(f"head must be between 0 and {self.num_heads - 1}, got {k}")
         head = self._modules[str(k)]
         assert isinstance(head, nn.Sequential)
         return head

@@ -44,7 +44,7 @@ def trained_layers(config: Mapping[str, Any], count: int) -> list[int]:
     named = config.get(LAYER_IDS) or (nested and [layer + 1 for layer in nested if type(layer) is int])
     layers = named or default_layers(count)
     if not all(type(layer) is int and 0 <= layer < count for layer in layers) or layers != sorted(set(layers)):
-        raise ValueError(f"{LAYER_IDS} must be distinct, ascending and in 0 to {count - 1}, got {layers!r}")
+        raise ValueError(f"{LAYER_IDS} must be distinct, ascending and between 0 and {count - 1}, got {layers!r}")
     return list(layers)
 
 

@@ -25,7 +25,7 @@ def check_tokens(ids_R: Tensor, vocab: int) -> None:
     """Raise ValueError if token ids are not strictly ascending or not in a vocabulary of size `vocab`."""
     whole = ids_R.dim() == 1 and not ids_R.is_floating_point() and len(ids_R) > 0
     if not whole or int(ids_R[0]) < 0 or int(ids_R[-1]) >= vocab or not bool((ids_R.diff() > 0).all()):
-        raise ValueError(f"token ids of a draft vocabulary must be strictly ascending and in 0 to {vocab - 1}")
+        raise ValueError(f"token ids of a draft vocabulary must be strictly ascending and between 0 and {vocab - 1}")
 
 
 def write_vocabulary(ids_R: Tensor | None, folder: Path) -> None:

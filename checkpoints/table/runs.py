@@ -31,7 +31,7 @@ def check_documents(tokens_T: NDArray[Any], starts_D: NDArray[Any], vocab_size: 
         shape = f"{tokens_T.dtype} {list(tokens_T.shape)}"
         raise ValueError(f"documents from {first} on are {shape}, expected one dimension of integers")
     if (size and not len(starts_D)) or (len(starts_D) and (starts_D[0] != 0 or starts_D[-1] > size)):
-        raise ValueError(f"document starts must be in 0 to {size}, the first 0, got {starts_D[:1]} to {starts_D[-1:]}")
+        raise ValueError(f"document starts must begin with 0 and end by {size}, got {starts_D[:1]} to {starts_D[-1:]}")
     if not size:
         return
     # As unsigned integers, negative numbers are large, so one comparison detects both.

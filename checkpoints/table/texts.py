@@ -87,5 +87,5 @@ class TextStore:
             if array.dtype != np.int32 or array.ndim != 1:
                 raise ValueError(f"{path}: {name} must be one dimension of int32")
             if len(array) and not (least <= int(array.min()) and int(array.max()) <= most):
-                raise ValueError(f"{path}: {name} must be in {least} to {most}, got {array.min()} to {array.max()}")
+                raise ValueError(f"{path}: {name} must be between {least} and {most}, got {array.min()}, {array.max()}")
         return cls(ids_T, places_N)

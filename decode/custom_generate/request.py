@@ -41,7 +41,7 @@ def recover_arguments(frame: Any) -> dict[str, Any]:
 
 
 def _refusal(what: str, instead: str) -> ValueError:
-    return ValueError(f"this decoder does not support {what}: {instead}")
+    return ValueError(f"draftsmith does not support {what} in `generate`: {instead}")
 
 
 def check_request(model: PreTrainedModel, config: Any, inputs: dict[str, Any]) -> None:
@@ -51,25 +51,25 @@ def check_request(model: PreTrainedModel, config: Any, inputs: dict[str, Any]) -
     """
     sharded = any(hasattr(weight, "ds_id") or hasattr(weight, "device_mesh") for weight in model.parameters())
     if inputs.pop("synced_gpus", None) or sharded:
-        raise _refusal("synced_gpus", "gather sharded weights (ZeRO-3, FSDP, tensor parallelism) first")
+        raise _refusal("synced_gpus or sharded weights", "gather the weights first (ZeRO-3, FSDP, tensor parallelism)")
     if inputs.pop("assistant_model", None) is not None:
-        raise _refusal("assistant_model", "pass it to the method as `drafter`")
+        raise _refusal("the argument assistant_model", "pass the model as `drafter` of the method")
     if getattr(model.prepare_inputs_for_generation, "__self__", model) is not model:
         raise _refusal("inputs that an adapter prepares (prompt tuning)", "only input_ids are used")
     mode = config.get_generation_mode()
     if mode not in ("greedy_search", "sample"):
         asks = "num_beams, penalty_alpha, prompt_lookup_num_tokens, use_mtp, dola_layers, constraints and similar ones"
-        raise _refusal(str(mode.value), f"`custom_generate` selects the method; unset {asks}")
+        raise _refusal(f"generation mode {mode.value}", f"`custom_generate` selects the method; unset {asks}")
     if config.return_dict_in_generate and any(getattr(config, name) for name in _OUTPUTS):
-        raise _refusal(next(name for name in _OUTPUTS if getattr(config, name)), "only sequences are returned")
+        raise _refusal(next(name for name in _OUTPUTS if getattr(config, name)), "only token ids are returned")
     if config.cache_implementation == "quantized":
-        raise _refusal("cache_implementation='quantized'", "it uses its own cache; unset this option")
+        raise _refusal("cache_implementation='quantized'", "the engine has its own cache; unset this option")
     cache = inputs.get("past_key_values")
     if cache is not None and (getattr(cache, "_is_user_defined", False) or cache.get_seq_length() > 0):
-        raise _refusal("past_key_values", "it uses its own cache; pass all tokens as input_ids")
+        raise _refusal("past_key_values", "the engine has its own cache; pass all tokens as input_ids")
     for name, value in inputs.items():
         if value is not None and name not in _INPUTS:
-            raise _refusal(name, "only input_ids are used")
+            raise _refusal(f"the argument {name}", "only input_ids are used")
 
 
 def read_sampling(processors: Sequence[Any], do_sample: bool) -> Sampling:

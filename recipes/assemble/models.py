@@ -159,7 +159,7 @@ def cut_layers(model: PreTrainedModel, layers: list[int], name: str, attention: 
     depths = {key: getattr(config, key) for key in _depth_keys(config)}
     count = min(depths.values())
     if layers[-1] >= count:
-        raise ValueError(f"`layers` must be in 0 to {count - 1} for {name}, got {layers[-1]}")
+        raise ValueError(f"`layers` must be between 0 and {count - 1} for {name}, got {layers[-1]}")
     prefixes = _layer_lists(model, set(depths.values()))
     if len(prefixes) != len(depths):
         raise ValueError(

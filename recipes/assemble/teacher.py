@@ -170,7 +170,7 @@ def _write_share(writers: Sequence[CacheWriter], make_rows: MakeRows, batch: int
             if not writer.write(shard, make_rows, state.device, batch, progress, stopping):
                 assert stopping.received is not None
                 message = f"stopped by {signal.Signals(stopping.received).name} after {done:,} of {total:,} positions"
-                log(f"teacher: {message}; the same command resumes")
+                log(f"teacher: {message}; run the same command again to resume")
                 raise Interrupted(stopping.received, message)
 
 

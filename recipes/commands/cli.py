@@ -216,7 +216,13 @@ def import_(
     unpickle: Annotated[
         bool, typer.Option("--unpickle", help="Also load tensors from pickled files (.pt, .bin).")
     ] = False,
-    states: Annotated[str | None, typer.Option(help="Hidden states for Medusa heads, such as before-norm.")] = None,
+    states: Annotated[
+        str | None,
+        typer.Option(
+            help="Target states that Medusa heads use as input, before or after the final norm: before-norm or "
+            "after-norm (default: from the files of the heads, else after-norm)."
+        ),
+    ] = None,
     dtype: Annotated[
         str | None,
         typer.Option(

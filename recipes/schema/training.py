@@ -104,7 +104,7 @@ class ModelSection(Section):
         if self.layers and (self.source is None or min(self.layers) < 0 or self.layers != sorted(set(self.layers))):
             raise ValueError(f"`layers` must be distinct, ascending layers of `source`, got {self.layers}")
         if self.lora is not None and (self.config is not None or self.freeze_embeddings):
-            raise ValueError("`lora` adapts a frozen model, `source`: remove `config` and `freeze_embeddings`")
+            raise ValueError("`lora` requires `source` and freezes it: remove `config` and `freeze_embeddings`")
         return self
 
 
@@ -236,7 +236,7 @@ class DrafterRecipe(_Recipe):
             raise ValueError(f"`model.attention: {self.model.attention}` requires `train.precision: bf16`")
         tokens = self.model.vocabulary.tokens if self.model.vocabulary else None
         if tokens is not None and self.teacher.top_k > tokens:
-            raise ValueError(f"`teacher.top_k` exceeds `model.vocabulary.tokens` {tokens}, got {self.teacher.top_k}")
+            raise ValueError(f"`teacher.top_k` must be at most {tokens} (vocabulary.tokens), got {self.teacher.top_k}")
         if self.on_policy is not None and (not taught or self.teacher.cache is not None):
             needed = "no `teacher.cache`" if taught else "an objective that learns from the target"
             raise ValueError(f"`on_policy` requires {needed}, since only the target can score the drafter's samples")

@@ -11,7 +11,7 @@ from .terminal import Advance, bar, log
 class Stoppable(StopSignals):
     """Signal handler that stops the command `title` after the current step. `further` ends the logged message."""
 
-    def __init__(self, title: str, further: str = "; the same command resumes from here") -> None:
+    def __init__(self, title: str, further: str = "; run the same command again to resume") -> None:
         super().__init__()
         self._what, self._further = title, further
 

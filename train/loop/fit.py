@@ -270,7 +270,7 @@ class _Run:
         if lenient and self.skipped <= _MAX_SKIPPED_STEPS:
             return fault
         raise TrainingError(
-            f"{fault}{f', the {self.skipped}th in a row' if lenient else ''}; stopped before the weights were changed. "
+            f"{fault}{f' after {self.skipped} bad steps' if lenient else ''}; stopped before the weights were changed. "
             "Lower learning_rate or clip_norm, set on_bad_step: skip, or inspect these blocks"
         )
 

@@ -186,7 +186,7 @@ def _count(recipe: TableRecipe, tokenizer: Any, pairs: PairCounter, share: Share
     is_main = accelerator.is_main_process
     if pairs.tokens and is_main:
         log(f"table: resuming after {pairs.tokens:,} counted tokens")
-    stopping = Stoppable("table", "; the same command resumes")
+    stopping = Stoppable("table", "; run the same command again to resume")
     with stopping, counter("table", "tokens") as advance, collect_rarely():
         work = count_share(recipe, tokenizer, pairs, share, advance if is_main else lambda done, total: None)
         while not stopping() and next(work, False):

@@ -63,7 +63,7 @@ def import_published(
         out: Output directory, which must not exist or must be empty.
         target: Target of the drafter or the heads.
         unpickle: Whether to load pickled weights; only tensors are loaded from them.
-        states: Hidden states that Medusa heads use as input, such as `before-norm`.
+        states: Hidden states that Medusa heads use as input: `after-norm` or `before-norm`.
         dtype: Data type of the model weights if `source` is a GGUF file (default: `auto`, see `convert_gguf`).
     """
     check_new(out)

@@ -34,10 +34,10 @@ def doctor(
     """Check this machine, an artifact or a target/drafter pair.
 
     Examples: `doctor`, `doctor runs/drafter`, `doctor Qwen/Qwen3-8B Qwen/Qwen3-0.6B`. For a pair, the exit code is 0 if
-    draftsmith and transformers fully support the pair and no fault is found. EAGLE-3 heads must be supported by all
-    engines. With --fix, the repaired drafter is checked. With --prompts, acceptance is measured, and the report shows
-    where and on which tokens it is lower than in training. With --results, the report explains why a server accepts
-    fewer tokens per step than draftsmith.
+    no fault is found and the pair works in draftsmith and transformers (EAGLE-3 heads: in every listed engine). With
+    --fix, the repaired drafter is checked. With --prompts, acceptance is measured, and the report shows where and on
+    which tokens it is lower than in training. With --results, the report explains why a server accepts fewer tokens per
+    step than draftsmith.
     """
     if target is not None and draft is not None:
         from .pair import check_pair, check_server

@@ -62,8 +62,8 @@ def check_pair(
         as_json: Whether to print the findings as JSON.
 
     Returns:
-        True if no fault was found, and draftsmith and transformers fully support the pair. EAGLE-3 heads must be
-        supported by all engines.
+        True if no fault was found, and the pair works in draftsmith and transformers (EAGLE-3 heads: in every checked
+        engine).
     """
     if out is not None and (out.suffix != ".json" or out.is_dir()):
         raise ValueError(f"--out must be a .json file, got {out}")

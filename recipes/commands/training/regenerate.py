@@ -233,7 +233,7 @@ class _Server:
         except openai.APIError as error:
             cause = self._one_line(error.__cause__ or error)
             if type(error.__cause__).__name__ == "ConnectError":  # an exception of httpx or of a compatible package
-                raise ConnectionError(f"{url} does not respond ({cause}); the same command resumes") from None
+                raise ConnectionError(f"{url} does not respond ({cause}): to resume, run the command again") from None
             if isinstance(error, self._refusals) and not self._has_answered:
                 raise ValueError(
                     f"{url} rejected the request: {cause}; check `server.url`, which usually ends in /v1, "

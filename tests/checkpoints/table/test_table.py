@@ -138,7 +138,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], list[object]]] = {
     "token above": (check([1, 2, 3, 11, 4], [0, 2, 2]), ["document 2", "token 11", VOCAB]),
     "token below": (check([1, -(2**63)], [0]), [-(2**63)]),
     "documents of fractions": (lambda: BigramTable.from_documents([np.array([0.5])], VOCAB), ["float64"]),
-    "starts after the first token": (check([1, 2], [1]), ["in 0 to 2, the first 0, got [1] to [1]"]),
+    "starts after the first token": (check([1, 2], [1]), ["begin with 0 and end by 2, got [1] to [1]"]),
     "too large a count": (
         lambda: write_table(Path("x"), VOCAB, [(np.array([13], np.uint32), ONE + 2**31)], np.zeros(VOCAB, int)),
         ["(1, 2)", 2**31, 2**31 - 1],

@@ -84,10 +84,10 @@ def test_the_vocabulary_and_all_weights_survive_a_round_trip(
 @pytest.mark.parametrize(
     ("tensors", "named"),
     [
-        ({"d2t": torch.tensor([3, 2])}, "0 to 47"),
-        ({"d2t": KEPT.float()}, "0 to 47"),
+        ({"d2t": torch.tensor([3, 2])}, "0 and 47"),
+        ({"d2t": KEPT.float()}, "0 and 47"),
         ({"t2d": KEPT}, "t2d"),
-        ({"d2t": KEPT + VOCAB}, "0 to 47"),
+        ({"d2t": KEPT + VOCAB}, "0 and 47"),
     ],
 )
 def test_other_files_are_refused(

@@ -68,8 +68,8 @@ def test_training_on_cached_states_equals_live_states(
     [
         ({"projection": "target"}, r"projection.*eagle3"),
         ({"states": "before-norm"}, r"states.*eagle3"),
-        ({"layers": [0, 9]}, r"in 0 to 1.*9"),
-        ({"layers": [1, 0]}, r"in 0 to 1.*1, 0"),
+        ({"layers": [0, 9]}, r"between 0 and 1.*9"),
+        ({"layers": [1, 0]}, r"between 0 and 1.*1, 0"),
         ({"architecture": "medusa", "layers": [1]}, r"layers.*medusa"),
         ({"architecture": "dflash", "num_layers": 0}, r"num_layers.*at least 1.*0"),
         ({"architecture": "dflash", "slot_weights": "d-pace"}, r"d-pace.*cross-entropy"),

@@ -317,8 +317,8 @@ def test_lora_without_peft_names_what_to_install(saved: Any, monkeypatch: pytest
 
 
 REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
-    "layer": ({"source": "llama", "layers": [0, 4]}, "0 to 3.*llama.*4"),
-    "decoder's layer": ({"source": "umt5", "layers": [0, 3]}, "0 to 2.*3"),
+    "layer": ({"source": "llama", "layers": [0, 4]}, "0 and 3.*llama.*4"),
+    "decoder's layer": ({"source": "umt5", "layers": [0, 3]}, "0 and 2.*3"),
     "lora target": ({"source": "llama", "lora": {"targets": ["q_proj", "query_proj"]}}, "'query_proj'.*q_proj"),
     "no linear layer": ({"source": "llama", "lora": {"targets": ["layers"]}}, "'layers'"),
     "tied projection": ({"source": "gpt2", "lora": {"targets": ["lm_head"]}}, "'lm_head'"),

@@ -176,7 +176,7 @@ def test_the_same_command_resumes_after_stop_and_kill(
         ended, log = stop(out, lines - 1, signal_number, "regenerate", str(recipe))
         assert ended == code
         assert "Traceback" not in log
-        assert ("stopped by signal 15; the same command resumes from here" in log) == (code == 143)
+        assert ("stopped by signal 15; run the same command again to resume" in log) == (code == 143)
         assert lines <= out.read_bytes().count(b"\n") < report.written
 
     resumed = CliRunner().invoke(app, ["regenerate", str(recipe)])

@@ -30,7 +30,7 @@ REFUSED: dict[str, tuple[str, list[str], list[str]]] = {
     "no tokenizer": ("drafter", ["model={config: {model_type: llama}}"], ["`tokenizer`"]),
     "no teacher": ("drafter", ["objective={forward-kl: 1.0}"], ["'forward-kl'", "`target`"]),
     "cache of everything": ("drafter", ["teacher.cache=c"], ["`cache`", "`top_k`"]),
-    "more than is proposed": ("drafter", ["teacher.top_k=64", "model.vocabulary={tokens: 32}"], ["64", "tokens` 32"]),
+    "more than is proposed": ("drafter", ["teacher.top_k=64", "model.vocabulary={tokens: 32}"], ["64", "at most 32"]),
     "warm bucket": ("drafter", ["teacher={top_k: 4, temperature: 2.0}"], ["2.0", "`top_k`"]),
     "on policy, no teacher": ("drafter", ["on_policy={share: 0.5}"], ["`on_policy`"]),
     "flash in 32 bits": ("drafter", ["model.attention=flash_attention_2"], ["flash_attention_2", "bf16"]),

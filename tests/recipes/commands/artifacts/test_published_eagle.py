@@ -162,7 +162,7 @@ def test_a_planted_error_is_named_with_the_affected_engines(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda config, weights: config.update({TOP: [1, 3, 8]}), r"in 0 to 7.*8"),
+        (lambda config, weights: config.update({TOP: [1, 3, 8]}), r"between 0 and 7.*8"),
         (lambda config, weights: config.update({TOP: [1, 3]}), r"fc.weight has 96 columns.*2 layers of 32"),
         (lambda config, weights: config.update(vocab_size=99), r"vocab_size.*99"),
         (lambda config, weights: weights.pop("lm_head.weight"), r"lm_head.weight"),
