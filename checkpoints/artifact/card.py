@@ -102,7 +102,7 @@ def data_sources(manifest: Manifest) -> list[dict[str, Any]]:
 
 
 def _target(known: Mapping[str, Any]) -> str:
-    """Return the `from_pretrained` arguments that load the target, as Python code."""
+    """Return the `from_pretrained` arguments for a manifest's target entry, as Python code."""
     name, revision = str(known.get("id", "the-target")), known.get("revision")
     if revision is None or not _HUB_NAME.fullmatch(name):
         return python(public(name))

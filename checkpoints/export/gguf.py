@@ -71,8 +71,7 @@ def _convert(
 ) -> None:
     """Convert the folder `model` to the GGUF file `out` with llama.cpp's converter and its further options `more`.
 
-    `split_by` contains the tokenizer, and `renamed` has configuration values under the names that the converter
-    expects.
+    `split_by` contains the tokenizer, and `renamed` has additional configuration values for the converter.
     """
     dtypes = stored_dtypes(model) - {"I64", "BOOL"}  # dtypes of EAGLE-3's token maps
     if len(dtypes) != 1 or not dtypes <= set(_TYPES):

@@ -14,7 +14,7 @@ SUCCESSORS_FILE = "successors.npy"
 
 
 class BigramProposer:
-    """Drafter that vLLM instantiates with its configuration and calls after each decoding step.
+    """Bigram drafter that vLLM instantiates with its configuration and calls after each decoding step.
 
     Raises ValueError if `successors.npy` has an unexpected dtype, or more tokens than the served model.
     """

@@ -19,7 +19,7 @@ HEAD = "lm_head.weight"
 
 
 class Mlp(nn.Module):
-    """SwiGLU network of Llama and Qwen3 layers."""
+    """SwiGLU feed-forward network, as in Llama and Qwen3 layers."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()

@@ -152,7 +152,7 @@ def read_heads(directory: Path, *, unpickle: bool = False, states: str | None = 
 
 
 def _find(directory: Path) -> Path | None:
-    """Return the file that contains heads, or the index of its shards; None if there is none."""
+    """Return the file that contains heads, or the index if it is sharded; None if there is neither."""
     if directory.is_file():
         raise ValueError(f"{directory} is a file: pass the folder of the heads")
     return next((directory / name for name in _ORDER if (directory / name).is_file()), None)

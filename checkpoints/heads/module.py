@@ -76,7 +76,7 @@ class PredictionHeads(nn.Module):
             [R, D]; "target", the target's projection (FasterDecoding's version 2), set by `attach`.
         rank: Rank R of low-rank heads, otherwise 0.
         states: Hidden states of the target that are the input of the heads: "after-norm" or "before-norm".
-        scale: Factor that the hidden states are multiplied by, since pre-norm hidden states can be large.
+        scale: Factor by which the hidden states are multiplied, since pre-norm hidden states can be large.
         proposed: Token ids of the draft vocabulary, int64 [P], ascending, stored as `d2t`; None for all tokens.
             Requires projection "target".
     """
@@ -141,8 +141,8 @@ class PredictionHeads(nn.Module):
     ) -> Self:
         """Create heads initialised from the target's output projection, on its device and, by default, in its dtype.
 
-        With projection "own", each head has a copy of it; with "low-rank", its best approximation (see `best_factors`).
-        With "target", the weight itself is attached.
+        With projection "own", each head has a copy of the output projection; with "low-rank", its best approximation
+        (see `best_factors`). With "target", the output projection itself is attached.
         """
         vocab_size, hidden_size = lm_head_weight_VD.shape
         with torch.device("meta"):
@@ -186,7 +186,7 @@ class PredictionHeads(nn.Module):
         return getattr(self, TOKENS, None)
 
     def propose(self, ids_P: Tensor | None) -> Self:
-        """Set the draft vocabulary (None: all tokens). Raises ValueError for invalid ids or own projections."""
+        """Set the draft vocabulary (None: all tokens). Raises ValueError for invalid ids or heads with own matrices."""
         if ids_P is not None:
             if self.projection_kind != "target":
                 raise ValueError(f"{TOKENS} requires projection_kind 'target', got {self.projection_kind!r}")
@@ -245,7 +245,7 @@ class PredictionHeads(nn.Module):
 
     @property
     def output(self) -> Callable[[Tensor], Tensor] | None:
-        """Function that applies bias, scale and soft cap to products with `projection`; None if they have no effect."""
+        """Function that applies bias, scale and soft cap of the target to products with `projection`; None if unset."""
         return None if self.bias_V is None and self.shape == LogitShape() else self._to_logits
 
     @property

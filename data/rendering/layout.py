@@ -158,7 +158,7 @@ class Layout:
         return _Lead(_array(self.encoder.template(text[: ends[-1]], before)), text[ends[-1] :], After.SPECIAL)
 
     def _split_long(self, lead: _Lead) -> _Lead:
-        """Tokenize the beginning of a long tail in advance, if this does not change the ids of messages."""
+        """Tokenize the beginning of a long `lead.tail` in advance, if this does not change the ids of messages."""
         for match in list(re.finditer(r"(?<=\S) (?=\S)", lead.tail))[: -_SPLITS_TRIED - 1 : -1]:
             head, tail = lead.tail[: match.start()], lead.tail[match.end() :]
             ids = self.encoder.one(head, lead.after)

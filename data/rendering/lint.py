@@ -115,7 +115,7 @@ class Linter:
         return self._find_exchange_fault(document, [questions[n] for n in numbers], [answers[n] for n in numbers])
 
     def _find_chat_fault(self, chat: ChatLayout, document: Rendered) -> str | None:
-        """Compare the ids of a document with `apply_chat_template`, and its supervised spans with the answers."""
+        """Compare ids with `apply_chat_template`, and supervised spans with the answers. Return a fault or None."""
         first, last, ids = document.first, document.last, document.ids.tolist()
         if not document.question_cut and ids != chat.ids(document.conversation, first, last)[: len(ids)]:
             return TEMPLATE_DIFFERS
@@ -130,7 +130,7 @@ class Linter:
         return None
 
     def _find_exchange_fault(self, document: Rendered, questions: list[str], answers: list[str]) -> str | None:
-        """Compare the supervised spans with `answers`, and the tokens before them with `questions`."""
+        """Compare supervised spans with `answers`, and the tokens before with `questions`. Return a fault or None."""
         ids, spans = document.ids.tolist(), document.spans
         if len(answers) != len(spans):
             return ANSWER_DIFFERS

@@ -100,7 +100,7 @@ def documentation_conversations(
     of parsed files and the total number.
 
     Returns:
-        The training conversations, the held-out conversations and a report of JSON values.
+        The training conversations, the held-out conversations and a JSON-serialisable report.
 
     Raises ValueError if a name is not the name of a top-level package.
     """
@@ -258,7 +258,7 @@ def _conversation(name: str, answers: Mapping[str, str]) -> Conversation:
 def _parse_docstring(text: str, kind: str) -> dict[str, str] | None:
     """Parse a docstring (numpydoc style, Google style or plain prose) into the texts of its sections.
 
-    The description has the key `kind`. The result is None if the docstring contains too little prose.
+    The key of the description is the value of `kind`. The result is None if the docstring contains too little prose.
     """
     lines = text.split("\n")
     is_numpy = any(map(_UNDERLINE.match, lines))
@@ -334,7 +334,7 @@ def _blocks(lines: list[str]) -> list[list[str]]:
 
 
 def _paragraph(block: list[str]) -> str:
-    """Join the lines of a block into a paragraph or a list with one item per line. The result is "" for markup."""
+    """Join the lines of a block into a paragraph or a list with one item per line. Return "" if the block is markup."""
     first, is_list = block[0].lstrip(), bool(_ITEM.match(block[0].lstrip()))
     is_markup = first.startswith(_MARKUP) or _FIELD.match(first) or ("%(" in first and ")s" in first)
     is_literal = not is_list and block[0].startswith("    ")

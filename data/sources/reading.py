@@ -27,7 +27,7 @@ _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 class Opening(TypedDict, total=False):
-    """Options for opening a source. `config`, `split`, `revision` and `file` override registered values."""
+    """Options for opening a source. `config`, `split`, `revision` and `file` override the values in the registry."""
 
     path: str | None
     """Local copy to use instead of the hub dataset."""

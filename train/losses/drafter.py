@@ -77,8 +77,8 @@ def heads_mixture(
     (section 2.3.2) for a divergence. Logits of head k are `features_XKD[:, k] @ projections[k].T`; heads may share a
     projection [V, D]. `labels_XK` contains rows of `head_labels`. `teacher_rows_XK` (int64) contains the teacher's row
     for labels_XK[x, k] (default: row x); the logits of a row are computed once for all heads. `output` converts the
-    products [C, V] to logits (default: the products are the logits). `weigh` returns weights of the losses
-    [X, K], and requires frozen projections. For other arguments and errors, see `mixture`.
+    products [C, V] to logits (default: the products are the logits). `weigh` converts the losses [X, K] to
+    weights, and requires frozen projections. For other arguments and errors, see `mixture`.
     """
     arguments = (labels_XK, teacher, teacher_rows_XK, temperature, chunk, top_k, output, weigh)
     plan = Plan(weights, features_XKD, projections, *arguments)

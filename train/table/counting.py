@@ -137,8 +137,8 @@ class PairCounter(AbstractContextManager["PairCounter"]):
 class _Worker:
     """Thread that counts one buffer at a time, and stores the counts as sorted runs.
 
-    Runs of more than `budget` entries are merged into one, which is written to a file if it takes more than half of the
-    budget. Files in `spilled` are not in the index yet.
+    Runs in memory are merged if they have more than `budget` entries in total, and the merged run is written to a file
+    if it has more than half as many. Files in `spilled` are not in the index yet.
     """
 
     def __init__(self, folder: Path, vocab_size: int, buffer_size: int, budget: int) -> None:

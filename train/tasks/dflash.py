@@ -55,9 +55,9 @@ class DFlashModule(HeadsModule):
 def dynamic_weights(losses_XK: Tensor) -> Tensor:
     """Return the weights [X, K] of cross-entropy losses by slot (D-PACE).
 
-    The confidence of a slot is q = (1 + exp(-loss)) / 2, and 1 without a label. The weight of a slot is the sum over
-    this and all later slots of the product of the confidences up to them, so that slots which decide over long drafts
-    have larger weights.
+    The confidence q of a slot is (1 + exp(−loss)) / 2, or 1 without a label. The weight of slot k is the sum of q_1 ⋯
+    q_j over all slots j ≥ k that have a label. Early slots have larger weights, since later tokens depend on their
+    acceptance.
     """
     supervised_XK = losses_XK != 0
     confidence_XK = torch.where(supervised_XK, 0.5 + 0.5 * (-losses_XK).exp(), 1.0)
