@@ -3,7 +3,7 @@
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -50,8 +50,8 @@ def make_llama() -> Callable[..., LlamaForCausalLM]:
 def make_eagle() -> Callable[..., EagleHeads]:
     """Return a function that builds random EAGLE-3 heads for a two-layer model: `make_eagle(model, proposed=ids)`."""
 
-    def build(model: LlamaForCausalLM, proposed: torch.Tensor | None = None) -> EagleHeads:
-        return randomise(EagleHeads.for_target(model.config, layers=[0, 1], proposed=proposed), model)
+    def build(model: LlamaForCausalLM, proposed: torch.Tensor | None = None, norms: Sequence[str] = ()) -> EagleHeads:
+        return randomise(EagleHeads.for_target(model.config, layers=[0, 1], proposed=proposed, norms=norms), model)
 
     return build
 

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 from ..heads.eagle import EagleHeads, load_eagle, save_eagle
 from ..heads.layouts import is_eagle
-from ..pairs.eagle import READERS, examine_eagle
+from ..pairs.eagle import NORM_VERSIONS, READERS, examine_eagle
 from ..pairs.sides import REFUSED, read_model_info
 from ..pairs.speculation import SPECULATIVE_TOKENS
 from ..storage.names import WHOLE_FILES
@@ -61,7 +61,9 @@ def _compare(source: Source, folder: Path, options: ExportOptions) -> list[str]:
 
 
 def _values(source: Source, folder: Path, options: ExportOptions) -> dict[str, Any]:
-    return {"layers": ", ".join(map(str, load_eagle(folder).layers)), "tokens": steps_of(source, options)}
+    heads = load_eagle(folder)
+    values = {"layers": ", ".join(map(str, heads.layers)), "tokens": steps_of(source, options)}
+    return values | {"norms": " and ".join(f"`{name}`" for name in heads.norms), "norm_versions": NORM_VERSIONS}
 
 
 EAGLE_FORMAT = Format(

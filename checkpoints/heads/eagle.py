@@ -3,7 +3,8 @@
 Source: EAGLE-3 (Li et al. 2025, arXiv 2503.01840), sections 3.1 and 3.2. Tensor names, config and the order of norms
 follow serving engines. At position t, the layer's inputs are the embedding of token t + 1 and g_t, which `fc` computes
 from the target's hidden states at token t. The layer predicts token t + 2, and its output replaces g in the next
-drafting step. The embeddings and the output projection are the target's, and are frozen.
+drafting step. The embeddings and the output projection are the target's, and are frozen. EAGLE-3.1 adds norms (see
+`NORMS`) that keep the scale of these inputs constant (arXiv 2605.09992).
 
 Shape letters: B batch, T tokens, K drafting steps, A drafting steps after the first, D hidden size, G concatenated
 auxiliary hidden states (3 · D), C attention input (2 · D), H query heads, J key heads, U query heads per key head,
@@ -31,6 +32,9 @@ from .logits import LogitShape
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 NORMED = "norm_before_residual"
 """Config keys for the ids of the target layers, and for a residual stream that starts after `hidden_norm`."""
+FC_NORM, NORM_BEFORE_FC, NORM_OUTPUT = NORMS = ("fc_norm", "norm_before_fc", "norm_output")
+"""Config keys of the norms of EAGLE-3.1. The first two normalise the auxiliary hidden states before `fc`, either each
+of them or their concatenation. With `norm_output`, the next drafting step reads the output of the final norm."""
 _LIKE_THE_TARGET = (
     *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size"),
     *("rms_norm_eps", "max_position_embeddings", "rope_parameters", "hidden_act"),
@@ -75,6 +79,14 @@ class EagleHeads(AuxiliaryHeads):
         self.normed = bool(getattr(config, NORMED, False))
         """True if the residual stream starts after `hidden_norm`."""
         hidden = config.hidden_size
+        self.norms = tuple(name for name in NORMS if getattr(config, name, False))
+        """Norms of EAGLE-3.1 that the heads have (see `NORMS`)."""
+        self.input_norm: Norm | None = None
+        self.fc_norm: nn.ModuleList | None = None
+        if NORM_BEFORE_FC in self.norms:
+            self.input_norm = Norm(len(self.layers) * hidden, config.rms_norm_eps)
+        if FC_NORM in self.norms:
+            self.fc_norm = nn.ModuleList(Norm(hidden, config.rms_norm_eps) for _ in self.layers)
         self.fc = nn.Linear(len(self.layers) * hidden, hidden, bias=False)
         self.midlayer = _Layer(config)
         self.norm = Norm(hidden, config.rms_norm_eps)
@@ -82,9 +94,16 @@ class EagleHeads(AuxiliaryHeads):
 
     @classmethod
     def for_target(
-        cls, config: Any, layers: Sequence[int] | None = None, proposed: Tensor | None = None, num_heads: int = 3
+        cls,
+        config: Any,
+        layers: Sequence[int] | None = None,
+        proposed: Tensor | None = None,
+        num_heads: int = 3,
+        norms: Sequence[str] = (),
     ) -> Self:
         """Create float32 heads for a target's configuration. `layers` defaults to `default_layers`.
+
+        `norms` lists the norms of EAGLE-3.1 (see `NORMS`).
 
         Raises ValueError if the target is not of Llama type or does not have these layers.
         """
@@ -93,7 +112,8 @@ class EagleHeads(AuxiliaryHeads):
         check_layers(layers, count)
         if missing := [name for name in _LIKE_THE_TARGET if getattr(config, name, None) is None and name != "head_dim"]:
             raise ValueError(f"EAGLE-3 heads require a Llama-type target: {config.model_type!r} has no {missing[0]}")
-        sizes = {name: getattr(config, name, None) for name in _LIKE_THE_TARGET}
+        assert set(norms) <= set(NORMS), norms
+        sizes = {name: getattr(config, name, None) for name in _LIKE_THE_TARGET} | dict.fromkeys(norms, True)
         return cls(LlamaConfig(**sizes, num_hidden_layers=1, tie_word_embeddings=False), layers, proposed, num_heads)
 
     @torch.no_grad()
@@ -116,15 +136,25 @@ class EagleHeads(AuxiliaryHeads):
         self.norm.weight.copy_(decoder.norm.weight * LogitShape.of(target.config).scale)
         return self
 
+    def norm_aux(self, aux_XG: Tensor) -> Tensor:
+        """Apply the norms before `fc` to auxiliary hidden states [..., G], if there are any."""
+        if self.input_norm is not None:
+            aux_XG = self.input_norm(aux_XG)
+        if self.fc_norm is None:
+            return aux_XG
+        chunks = aux_XG.chunk(len(self.fc_norm), -1)
+        return torch.cat([norm(aux_XD) for norm, aux_XD in zip(self.fc_norm, chunks, strict=True)], -1)
+
     def features(self, given_BTG: Tensor, tokens_BT: Tensor, positions_BT: Tensor, mask_B1TT: Tensor) -> Tensor:
         """Compute the inputs of `projection`, [B, T, K, D], for K drafting steps from each position.
 
         This is training-time test (TTT). At position t, step k (from 0) takes the embedding of token t + 1 + k and the
-        output of step k − 1 (for k = 0, auxiliary hidden states `given_BTG`), and predicts token t + 2 + k. It attends
-        to the first step's keys where `mask_B1TT` is True, and to the keys of later steps at position t.
+        output of step k − 1 (for k = 0, auxiliary hidden states `given_BTG`), and predicts token t + 2 + k. With
+        `norm_output`, the output is that of the final norm. It attends to the first step's keys where `mask_B1TT` is
+        True, and to the keys of later steps at position t.
         """
         layer, features = self.midlayer, []
-        states_BTD, after_BT = self.fc(given_BTG), tokens_BT
+        states_BTD, after_BT = self.fc(self.norm_aux(given_BTG)), tokens_BT
         first: tuple[Tensor, Tensor] | None = None
         keys, values = list[Tensor](), list[Tensor]()
         for step in range(self.num_heads):
@@ -147,6 +177,7 @@ class EagleHeads(AuxiliaryHeads):
             states_BTD = states_BTD + layer.self_attn.o_proj(attended_BHTE.transpose(1, 2).flatten(2))
             states_BTD = states_BTD + layer.mlp(layer.post_attention_layernorm(states_BTD))
             features.append(self.norm(states_BTD))
+            states_BTD = features[-1] if NORM_OUTPUT in self.norms else states_BTD
         return torch.stack(features, 2)
 
     def _project(self, read_BTC: Tensor, positions_BT: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -204,6 +235,7 @@ def save_eagle(heads: EagleHeads, directory: Path) -> None:
         # must be null if there is no output projection, otherwise SGLang leaves its output layer uninitialised
         "draft_vocab_size": len(stored[HEAD]) if HEAD in stored else None,
         NORMED: heads.normed,
+        **dict.fromkeys(heads.norms, True),
         LAYER_IDS: [*heads.layers],
         # SGLang numbers the outputs of layers, other engines their inputs
         "eagle_config": {LAYER_IDS: [layer - 1 for layer in heads.layers]},

@@ -16,14 +16,17 @@ from ..storage.draft_vocabulary import TOKENS, check_tokens
 from ..storage.names import CONFIG_FILE, PICKLED_WHOLE_FILES, WHOLE_FILES
 from ..storage.safe_read import read_json
 from .auxiliary import HEAD, draft_tokens_in, fill_heads
-from .eagle import LAYER_IDS, NORMED, EagleHeads, default_layers
+from .eagle import FC_NORM, LAYER_IDS, NORM_BEFORE_FC, NORMED, NORMS, EagleHeads, default_layers
 from .layouts import EAGLE, read_pickled
 
 SPECULATORS = "speculators_model_type"
 _EMBEDDINGS = "embed_tokens.weight"
 _IGNORED = re.compile(r"t2d|.*rotary_emb\.inv_freq")
-_VARIANTS = ("mask_hidden", "fc_norm", "layers.1.", "q_norm", "k_norm", "bias")
-"""Substrings of tensor names in unsupported variants only: P-EAGLE, EAGLE-3.1, several or non-Llama layers."""
+_VARIANTS = ("mask_hidden", "layers.1.", "q_norm", "k_norm", "bias")
+"""Substrings of tensor names in unsupported variants only: P-EAGLE, several or non-Llama layers."""
+_OTHER_FC_NORM = "use_aux_norm"
+_OTHER_NAMES = {"aux_norm_low": "fc_norm.0", "aux_norm_mid": "fc_norm.1", "aux_norm_high": "fc_norm.2"}
+"""Other names of `fc_norm` in the config and tensors of published heads, which only SGLang reads."""
 
 
 def is_published_eagle(directory: Path) -> bool:
@@ -48,6 +51,16 @@ def trained_layers(config: Mapping[str, Any], count: int) -> list[int]:
     return list(layers)
 
 
+def trained_norms(config: Mapping[str, Any]) -> list[str]:
+    """Return the norms of EAGLE-3.1 (see `NORMS`) that a config enables, read as in SGLang."""
+    nested = config.get("eagle_config") or {}
+    enabled = {name: config.get(name) for name in NORMS} | {
+        FC_NORM: config.get(FC_NORM) or config.get(_OTHER_FC_NORM),
+        NORM_BEFORE_FC: nested.get(NORM_BEFORE_FC, config.get(NORM_BEFORE_FC)),
+    }
+    return [name for name, is_enabled in enabled.items() if is_enabled]
+
+
 def read_published(
     directory: Path, target: Any, embedding_VD: Tensor | None = None, *, unpickle: bool = False
 ) -> EagleHeads:
@@ -65,6 +78,13 @@ def read_published(
     sizes = LlamaConfig(**{name: value for name, value in inner.items() if name not in ("architectures", "dtype")})
     sizes.num_hidden_layers, sizes.tie_word_embeddings = 1, False
     setattr(sizes, NORMED, bool(config.get(NORMED, SPECULATORS in config)))
+    norms = trained_norms(config)
+    for name in NORMS:
+        setattr(sizes, name, name in norms)
+    for name, tensor in ((FC_NORM, "fc_norm.0.weight"), (NORM_BEFORE_FC, "input_norm.weight")):
+        if (name in norms) != (tensor in stored):
+            problem = f"{tensor} is missing" if name in norms else f"there is {tensor}, but the config has no {name}"
+            raise ValueError(f"{directory}: {problem}: set {name} to {str(name not in norms).lower()}")
     for name in ("vocab_size", "hidden_size"):
         if getattr(sizes, name) != getattr(target, name):
             raise ValueError(f"{directory}: {name} is {getattr(sizes, name)}, expected {getattr(target, name)}")
@@ -93,12 +113,15 @@ def _tensors(directory: Path, unpickle: bool) -> dict[str, Tensor]:
         raise ValueError(f"{pickled} is pickled: pass `unpickle=True`, or use `draftsmith import --unpickle`")
     else:
         tensors = read_pickled(pickled)
-    renamed = {re.sub(r"^(model\.)?(layers\.0\.)?", _rename_prefix, name): tensor for name, tensor in tensors.items()}
+    renamed = {_rename(name): tensor for name, tensor in tensors.items()}
     return {name: tensor for name, tensor in renamed.items() if not _IGNORED.fullmatch(name)}
 
 
-def _rename_prefix(match: re.Match[str]) -> str:
-    return "midlayer." if match[2] else ""
+def _rename(name: str) -> str:
+    """Return the name in `EagleHeads` of a published tensor."""
+    name = re.sub(r"^(model\.)?(layers\.0\.)?", lambda match: "midlayer." if match[2] else "", name)
+    first, dot, rest = name.partition(".")
+    return _OTHER_NAMES.get(first, first) + dot + rest
 
 
 def _check_embeddings(stored_VD: Tensor | None, embedding_VD: Tensor | None, directory: Path) -> None:

@@ -11,8 +11,8 @@ from typing import Any
 from safetensors.torch import load_file
 
 from ..heads.auxiliary import HEAD, draft_tokens_in
-from ..heads.eagle import LAYER_IDS, NORMED, default_layers
-from ..heads.published import SPECULATORS, trained_layers
+from ..heads.eagle import FC_NORM, LAYER_IDS, NORM_BEFORE_FC, NORM_OUTPUT, NORMED, NORMS, default_layers
+from ..heads.published import SPECULATORS, trained_layers, trained_norms
 from ..storage.draft_vocabulary import TOKENS, check_tokens
 from ..storage.names import CONFIG_FILE, WHOLE_FILES
 from ..storage.safe_read import read_json
@@ -26,6 +26,11 @@ READERS = {
     "draftsmith": "draftsmith, as `drafter` of an evaluation",
 }
 """Engines that decode with EAGLE-3 heads, and the versions whose rules are checked."""
+NORM_VERSIONS = (
+    "vLLM 0.32 and SGLang 0.5.23 read fc_norm, norm_before_fc and norm_output; vLLM before pull request 42764 (May "
+    "2026) reads only norm_before_fc"
+)
+"""Versions of engines that read the norms of EAGLE-3.1 (see `NORMS`)."""
 Config = Mapping[str, Any]
 
 
@@ -55,6 +60,7 @@ def examine_eagle(target: ModelInfo, source: str, folder: Path) -> Diagnosis:
     trained = trained_layers(config, target.config.num_hidden_layers)
     findings = [
         *_form(config, folder, stored),
+        *_norms(config),
         *_layers(config, trained, target),
         *_sizes(config, target),
         *_vocabulary(config, stored, target),
@@ -87,6 +93,24 @@ def _form(config: Config, folder: Path, stored: Mapping[str, Any]) -> Iterator[F
     if not (folder / WHOLE_FILES[0]).is_file():
         effects = refuse("only safetensors are read: convert it with `draftsmith import --unpickle`", "draftsmith")
         yield Finding("weights", f"there is no {WHOLE_FILES[0]}", "", "", effects)
+
+
+def _norms(config: Config) -> Iterator[Finding]:
+    if not (norms := trained_norms(config)):
+        return
+    effects, named = dict[str, Effect](), [name for name in NORMS if config.get(name)]
+    if FC_NORM in norms:
+        effects |= refuse(f"{FC_NORM} is not supported", "llama.cpp")
+        if FC_NORM not in named:
+            effects |= refuse(f"the config does not name {FC_NORM}: use `draftsmith import`", "vllm", "vllm, runner V1")
+    elif NORM_OUTPUT in norms:
+        effects |= degrade(f"{NORM_OUTPUT} is not supported, so the second draft token differs", "llama.cpp")
+    elif NORM_BEFORE_FC in norms:
+        effects |= degrade(f"{NORM_BEFORE_FC} has not been tested", "llama.cpp")
+    if norms != named and SPECULATORS not in config:
+        effects |= refuse(f"the config does not name {', '.join(norms)}: use `draftsmith import`", "draftsmith")
+    problem, advice = "only some engines read these config keys", f"check the version of the engine: {NORM_VERSIONS}"
+    yield Finding("norms of EAGLE-3.1", problem, "", ", ".join(norms), effects, advice)
 
 
 def _layers(config: Config, trained: list[int], target: ModelInfo) -> Iterator[Finding]:

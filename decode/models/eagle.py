@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from ...checkpoints.heads.eagle import EagleHeads
+from ...checkpoints.heads.eagle import NORM_OUTPUT, EagleHeads
 from .lean import LeanDecoder
 from .products.product import Product, is_int8, rounded
 
@@ -24,7 +24,9 @@ class EagleDrafter(LeanDecoder):
     """
 
     def __init__(self, heads: EagleHeads) -> None:
-        self.states, self.required_aux_layers = "before-norm", heads.layers
+        # the states that `extend` returns are also the input of the next drafting step
+        self.states = "after-norm" if NORM_OUTPUT in heads.norms else "before-norm"
+        self.required_aux_layers, self._norm_aux = heads.layers, heads.norm_aux
         self.vocab_size, self._kept_R = heads.vocab_size, heads.proposed
         weight_DG = heads.fc.weight.detach()
         embedding_VD = heads.embedding.to(weight_DG.dtype)
@@ -41,7 +43,7 @@ class EagleDrafter(LeanDecoder):
 
     def fuse_aux(self, aux_BMG: Tensor) -> Tensor:
         rows_XG = aux_BMG.reshape(-1, aux_BMG.shape[-1]).to(self.dtype)
-        return self._fuse_aux(rows_XG).view(*aux_BMG.shape[:2], -1)
+        return self._fuse_aux(self._norm_aux(rows_XG)).view(*aux_BMG.shape[:2], -1)
 
     def set_aux_input(self, above_BMD: Tensor) -> None:
         self._above_XD = above_BMD.reshape(-1, self.hidden_size)

@@ -113,6 +113,8 @@ def _make_task(recipe: HeadsRecipe, tokenizer: Any, prepared: Prepared, target: 
     # Settings that change the training or its metrics; a run with other settings cannot resume.
     task.settings["target_dtype"] = str(target.dtype)
     task.settings["heads"] = [recipe.num_heads, recipe.num_layers, recipe.projection, recipe.rank, heads.states]
+    if recipe.norms:
+        task.settings["norms"] = [*heads.norms]
     if recipe.vocabulary is not None:
         task.settings["vocabulary"] = recipe.vocabulary.tokens
     task.settings["hidden"] = None if states is None else states.settings
@@ -138,7 +140,7 @@ def _new_heads(recipe: HeadsRecipe, target: Any, prepared: Prepared) -> Predicti
         torch.manual_seed(recipe.train.seed)
         aux: EagleHeads | DFlashHeads
         if recipe.architecture == "eagle3":
-            aux = EagleHeads.for_target(target.config, recipe.layers, proposed, recipe.num_heads)
+            aux = EagleHeads.for_target(target.config, recipe.layers, proposed, recipe.num_heads, recipe.norms)
         else:
             mask = choose_mask("mask_token", recipe.mask_token, prepared, len(weight_VD), "heads")
             sizes = (mask, recipe.num_heads + 1, recipe.num_layers, recipe.layers)

@@ -275,6 +275,7 @@ class BaseSection(_Medusa2):
 
 
 _MEDUSA = ("base", "num_layers", "projection", "rank", "states")
+_EAGLE3 = ("layers", "norms")
 _DFLASH = ("layers", "num_layers", "anchors", "mask_token", "slot_weights")
 
 
@@ -288,6 +289,10 @@ class HeadsRecipe(_Recipe):
     layers: list[int] | None = None
     """Layers of the target whose inputs `eagle3` and `dflash` read, counted from 0 (default: 2, the middle one and the
     last but two for `eagle3`; up to five for `dflash`)."""
+    norms: list[Literal["fc_norm", "norm_before_fc", "norm_output"]] = []
+    """Additional norms of `eagle3`, named as in the config of serving engines. `fc_norm` normalises the states of each
+    layer before they are combined, and `norm_before_fc` their concatenation. With `norm_output`, a drafting step reads
+    the output of the previous step after the final norm. EAGLE-3.1 has `fc_norm` and `norm_output`."""
     anchors: int = Field(256, ge=1)
     """Maximum number of blocks that `dflash` trains per row of `data.block_tokens` tokens."""
     slot_weights: Literal["decay", "d-pace"] = "decay"
@@ -328,10 +333,12 @@ class HeadsRecipe(_Recipe):
 
     @model_validator(mode="after")
     def _consistent(self) -> HeadsRecipe:
-        accepted = {"medusa": _MEDUSA, "eagle3": ("layers",), "dflash": _DFLASH}[self.architecture]
-        for name in dict.fromkeys((*_MEDUSA, *_DFLASH)):
+        accepted = {"medusa": _MEDUSA, "eagle3": _EAGLE3, "dflash": _DFLASH}[self.architecture]
+        for name in dict.fromkeys((*_MEDUSA, *_EAGLE3, *_DFLASH)):
             if name not in accepted and getattr(self, name) != HeadsRecipe.model_fields[name].default:
                 raise ValueError(f"`{name}` does not apply to `architecture: {self.architecture}`: remove it")
+        if {"fc_norm", "norm_before_fc"} <= set(self.norms):
+            raise ValueError("`norms` cannot contain both `fc_norm` and `norm_before_fc`: remove one of them")
         if self.architecture == "dflash" and self.num_layers == 0:
             raise ValueError("`num_layers` must be at least 1 with `architecture: dflash`, got 0")
         if self.slot_weights == "d-pace" and set(self.objective) != {"cross-entropy"}:

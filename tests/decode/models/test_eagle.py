@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 VOCAB, LENGTH, STEPS = 40, 9, 3
 KEPT = torch.arange(1, VOCAB, 2)
+NORM_SETS = [("fc_norm",), ("norm_before_fc",), ("norm_output",), ("norm_before_fc", "norm_output")]
 
 
 def given_of(model: PreTrainedModel, heads: EagleHeads, ids_BT: Tensor) -> Tensor:
@@ -45,6 +46,14 @@ def slow_features(heads: EagleHeads, given_TG: Tensor, ids: list[int], start: in
     base, eps = config.rope_parameters["rope_theta"], config.rms_norm_eps
     queries_a_key = config.num_attention_heads // config.num_key_value_heads
 
+    def fused(given_G: Tensor) -> Tensor:
+        if "norm_before_fc" in heads.norms:
+            given_G = norm(given_G, heads.input_norm.weight, eps)
+        if "fc_norm" in heads.norms:
+            chunks = given_G.chunk(len(heads.layers))
+            given_G = torch.cat([norm(x_D, each.weight, eps) for x_D, each in zip(chunks, heads.fc_norm, strict=True)])
+        return heads.fc.weight @ given_G
+
     def step(state_D: Tensor, token: int, position: int, past: list[tuple[Tensor, Tensor]]) -> Tensor:
         embedded_D = norm(heads.embedding[token], layer.input_layernorm.weight, eps)
         normed_D = norm(state_D, layer.hidden_norm.weight, eps)
@@ -65,19 +74,22 @@ def slow_features(heads: EagleHeads, given_TG: Tensor, ids: list[int], start: in
 
     past: list[tuple[Tensor, Tensor]] = []
     for place in range(start + 1):
-        state_D = step(heads.fc.weight @ given_TG[place], ids[place + 1], place, past)
+        state_D = step(fused(given_TG[place]), ids[place + 1], place, past)
     states = [state_D]
     for ahead in range(1, STEPS):
-        states.append(step(states[-1], ids[start + 1 + ahead], start + ahead, past))
+        above_D = norm(states[-1], heads.norm.weight, eps) if "norm_output" in heads.norms else states[-1]
+        states.append(step(above_D, ids[start + 1 + ahead], start + ahead, past))
     return [norm(state_D, heads.norm.weight, eps) for state_D in states]
 
 
-@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize(("normed", "norms"), [(False, ()), (True, ()), *((False, norms) for norms in NORM_SETS)])
 @torch.no_grad()
-def test_training_equals_the_plain_implementation(make_llama: Any, make_eagle: Any, normed: bool) -> None:
+def test_training_equals_the_plain_implementation(
+    make_llama: Any, make_eagle: Any, normed: bool, norms: tuple[str, ...]
+) -> None:
     """The block has two documents, and the second must not attend to the first."""
     model = make_llama(VOCAB).double()
-    heads = make_eagle(model)
+    heads = make_eagle(model, norms=norms)
     heads.normed = normed
     ids_T, split = torch.randint(VOCAB, (LENGTH + 7,), generator=torch.Generator().manual_seed(1)), 7
     documents_T = (torch.arange(len(ids_T)) >= split).long()
@@ -104,14 +116,18 @@ def test_rotary_positions_are_float32_for_all_dtypes(make_llama: Any, make_eagle
 
 
 @pytest.mark.parametrize("hidden", [32, 64])  # the C kernels support the layer of size 64, whose heads are wide enough
-@pytest.mark.parametrize(("proposed", "normed"), [(None, False), (KEPT, False), (None, True)], ids=str)
+@pytest.mark.parametrize(
+    ("proposed", "normed", "norms"),
+    [(None, False, ()), (KEPT, False, ()), (None, True, ()), *((None, False, norms) for norms in NORM_SETS)],
+    ids=str,
+)
 @torch.no_grad()
 def test_drafting_equals_training(
-    make_llama: Any, make_eagle: Any, proposed: Tensor | None, normed: bool, hidden: int
+    make_llama: Any, make_eagle: Any, proposed: Tensor | None, normed: bool, norms: tuple[str, ...], hidden: int
 ) -> None:
     """Two rows of different lengths are decoded, and the drafts of the first step are compared."""
     model = make_llama(VOCAB, hidden_size=hidden, seed=1)
-    heads = make_eagle(model, proposed)
+    heads = make_eagle(model, proposed, norms)
     heads.normed = normed
     target, drafter = wrap_model(model, aux_layers=heads.layers), EagleDrafter(heads)
     recorded: list[Tensor] = []
@@ -151,12 +167,18 @@ def test_drafting_equals_training(
 @pytest.mark.parametrize(("name", "options"), [("speculative", {"gamma": 3}), ("multi-candidate", {"k_config": "3x2"}),
                                                ("dynamic-tree", {})], ids=str)  # fmt: skip
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize(("normed", "norms"), [(False, ()), (True, ()), (False, ("fc_norm", "norm_output"))])
 def test_replays_draft_the_same_tokens(
-    make_llama: Any, make_eagle: Any, name: str, options: dict[str, Any], temperature: float, normed: bool
+    make_llama: Any,
+    make_eagle: Any,
+    name: str,
+    options: dict[str, Any],
+    temperature: float,
+    normed: bool,
+    norms: tuple[str, ...],
 ) -> None:
     model, sampling = make_llama(VOCAB, seed=1), Sampling(temperature)
-    heads = make_eagle(model)
+    heads = make_eagle(model, norms=norms)
     heads.normed = normed
     target, drafter = wrap_model(model, aux_layers=heads.layers), EagleDrafter(heads)
     fast, recordings = graphed(drafter)
@@ -170,16 +192,17 @@ def test_replays_draft_the_same_tokens(
     assert recordings.replayed > 10
 
 
-def test_heads_survive_a_round_trip(make_llama: Any, make_eagle: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("norms", [(), *NORM_SETS], ids=str)
+def test_heads_survive_a_round_trip(make_llama: Any, make_eagle: Any, norms: tuple[str, ...], tmp_path: Path) -> None:
     model = make_llama(VOCAB)
-    heads = make_eagle(model, KEPT)
+    heads = make_eagle(model, KEPT, norms)
     save_eagle(heads, tmp_path)
     loaded = load_eagle(tmp_path)
     with pytest.raises(ValueError, match=r"EAGLE-3.*drafter"):
         read_heads(tmp_path)
     assert is_eagle(tmp_path)
     assert not is_eagle(tmp_path.parent)
-    assert loaded.layers == heads.layers
+    assert (loaded.layers, loaded.norms) == (heads.layers, norms)
     assert loaded.proposed is not None
     assert loaded.proposed.tolist() == KEPT.tolist()
     saved_state, loaded_state = heads.state_dict(), loaded.state_dict()
