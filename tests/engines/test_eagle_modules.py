@@ -19,7 +19,7 @@ import pytest
 import torch
 from draftsmith.checkpoints.artifact.artifact import save_artifact
 from draftsmith.checkpoints.export.base import export_artifact
-from draftsmith.checkpoints.heads.eagle import EagleHeads, save_eagle
+from draftsmith.checkpoints.heads.eagle import NORMS, EagleHeads, save_eagle
 from draftsmith.decode.models.eagle import EagleDrafter
 from draftsmith.recipes.commands.artifacts.export import FORMATS
 from safetensors.torch import load_file, save_file
@@ -38,7 +38,8 @@ def ours(heads: EagleHeads, states_TG: torch.Tensor, tokens_T: torch.Tensor) -> 
     drafter = EagleDrafter(heads)
     cache = drafter.new_cache(1, TOKENS + STEPS)
     states_1TD = drafter.extend_with_aux(drafter.fuse_aux(states_TG[None]), cache, tokens_T[None])
-    hidden_TD, chain, last_11D = heads.norm(states_1TD[0]), list[int](), states_1TD[:, -1:]
+    hidden_TD = states_1TD[0] if "norm_output" in heads.norms else heads.norm(states_1TD[0])
+    chain, last_11D = list[int](), states_1TD[:, -1:]
     for step in range(STEPS):
         chain.append(int(drafter.logits(last_11D).argmax()))
         cache.set_lengths([TOKENS + step])
@@ -46,10 +47,19 @@ def ours(heads: EagleHeads, states_TG: torch.Tensor, tokens_T: torch.Tensor) -> 
     return {"hidden": hidden_TD, "logits": hidden_TD @ heads.projection().T, "chain": torch.tensor(chain)}
 
 
-@pytest.mark.parametrize("trimmed", [False, True])
+@pytest.mark.parametrize(
+    ("trimmed", "norms"),
+    [(False, []), (True, []), *((True, [name]) for name in NORMS), (False, ["fc_norm", "norm_output"])],
+    ids=str,
+)
 @pytest.mark.parametrize("engine", PYTHONS)
 def test_exports_compute_the_same_in_engines(
-    engine: str, trimmed: bool, make_llama: Callable[..., LlamaForCausalLM], tmp_path: Path, serving: ModuleType
+    engine: str,
+    trimmed: bool,
+    norms: list[str],
+    make_llama: Callable[..., LlamaForCausalLM],
+    tmp_path: Path,
+    serving: ModuleType,
 ) -> None:
     if not PYTHONS[engine]:
         pytest.skip(f"set DRAFTSMITH_{engine.upper()} to a Python with {engine} (see the docstring of this file)")
@@ -57,7 +67,7 @@ def test_exports_compute_the_same_in_engines(
     model = make_llama(VOCAB, num_hidden_layers=8, **sizes, rope_parameters={"rope_type": "default", "rope_theta": 500})
     model.save_pretrained(tmp_path / "target")
     torch.manual_seed(2)
-    heads = EagleHeads.for_target(model.config, LAYERS, KEPT if trimmed else None)
+    heads = EagleHeads.for_target(model.config, LAYERS, KEPT if trimmed else None, norms=norms)
     for name, weight in heads.named_parameters():
         torch.nn.init.uniform_(weight, 0.5, 1.5) if "norm" in name else torch.nn.init.normal_(weight, std=0.3)
     heads.attach(model.get_input_embeddings().weight, model.get_output_embeddings().weight).requires_grad_(False)

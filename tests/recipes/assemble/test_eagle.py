@@ -11,9 +11,10 @@ from draftsmith.checkpoints.verify.inspect import find_faults
 from draftsmith.decode.methods import METHODS, method_config
 from draftsmith.recipes.assemble.teacher import prepare_teacher
 from draftsmith.recipes.commands.evaluation.evaluate import run_evaluate
-from draftsmith.recipes.commands.training.train import run_train
+from draftsmith.recipes.commands.training.train import make_run, run_train
 from draftsmith.recipes.schema.evaluation import EvaluateRecipe
 from draftsmith.recipes.schema.loading import parse_recipe
+from draftsmith.train.parallel.accelerate import make_accelerator
 
 TOKENS = 60
 
@@ -30,13 +31,19 @@ def recipe_of(values: dict[str, Any], target: Path, **more: Any) -> Any:
     return parse_recipe(values | {"measure": {"prompts": 2, "new_tokens": 4}} | more, "the test's recipe")
 
 
-@pytest.mark.parametrize("architecture", ["eagle3", "dflash"])
+@pytest.mark.parametrize(
+    ("architecture", "norms"), [("eagle3", []), ("eagle3", ["fc_norm", "norm_output"]), ("dflash", [])], ids=str
+)
 def test_training_on_cached_states_equals_live_states(
-    architecture: str, tiny_drafter: Callable[[Path], dict[str, Any]], tiny_pair: Path, tmp_path: Path
+    architecture: str,
+    norms: list[str],
+    tiny_drafter: Callable[[Path], dict[str, Any]],
+    tiny_pair: Path,
+    tmp_path: Path,
 ) -> None:
     """The trained weights are equal up to rounding. All methods with a drafter write the target's greedy text."""
     values, target = tiny_drafter(tmp_path), tiny_pair / "target"
-    load, more = load_eagle, {}
+    load, more = load_eagle, {"norms": norms}
     if architecture == "dflash":
         load, more = load_dflash, {"architecture": "dflash", "num_heads": 5, "num_layers": 2, "anchors": 9}
     run_train(recipe_of(values, target, **more))
@@ -47,6 +54,9 @@ def test_training_on_cached_states_equals_live_states(
     live, other = (load(Path(out)) for out in (values["out"], cached.out))
     others = other.state_dict()
     assert all((weight - others[name]).abs().max() < 1e-4 for name, weight in live.state_dict().items())
+    if norms:
+        assert [*live.norms] == norms
+        assert any((weight != 1).any() for weight in live.fc_norm.parameters())
     assert live.proposed is not None
     assert len(live.proposed) == TOKENS
     manifest, faults = find_faults(Path(values["out"]))
@@ -63,6 +73,21 @@ def test_training_on_cached_states_equals_live_states(
     assert set(map(tuple, identical.values())) == {(3, 3)}
 
 
+def test_training_is_not_resumed_with_other_norms(
+    tiny_drafter: Callable[[Path], dict[str, Any]], tiny_pair: Path, tmp_path: Path
+) -> None:
+    values, accelerator = tiny_drafter(tmp_path), make_accelerator("no")
+    values["train"] |= {"steps": 2}
+
+    def fit(norms: list[str]) -> Any:
+        return make_run(recipe_of(values, tiny_pair / "target", norms=norms), accelerator).fit(accelerator)
+
+    fit(["norm_output"])
+    assert fit(["norm_output"]).resumed_from == 2
+    with pytest.raises(ValueError, match=r"norms: \['norm_output'\] before, \['fc_norm', 'norm_output'\] now"):
+        fit(["norm_output", "fc_norm"])
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -71,6 +96,8 @@ def test_training_on_cached_states_equals_live_states(
         ({"layers": [0, 9]}, r"between 0 and 1.*9"),
         ({"layers": [1, 0]}, r"between 0 and 1.*1, 0"),
         ({"architecture": "medusa", "layers": [1]}, r"layers.*medusa"),
+        ({"architecture": "dflash", "norms": ["norm_output"]}, r"norms.*dflash"),
+        ({"norms": ["fc_norm", "norm_before_fc"]}, r"fc_norm.*norm_before_fc.*remove one"),
         ({"architecture": "dflash", "num_layers": 0}, r"num_layers.*at least 1.*0"),
         ({"architecture": "dflash", "slot_weights": "d-pace"}, r"d-pace.*cross-entropy"),
         ({"architecture": "dflash", "mask_token": 9999}, r"mask_token.*9999"),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from draftsmith.checkpoints.export.base import export_artifact
-from draftsmith.checkpoints.heads.eagle import EagleHeads, load_eagle, save_eagle
+from draftsmith.checkpoints.heads.eagle import NORMS, EagleHeads, load_eagle, save_eagle
 from draftsmith.checkpoints.heads.published import read_published
 from draftsmith.checkpoints.pairs.eagle import examine_eagle, rotary_base
 from draftsmith.checkpoints.pairs.sides import read_model_info
@@ -37,12 +37,12 @@ def target(make_llama: Any, tiny_pair: Path, tmp_path: Path) -> Path:
     return folder
 
 
-def heads_of(target: Path, layers: list[int], normed: bool = False) -> EagleHeads:
+def heads_of(target: Path, layers: list[int], normed: bool = False, norms: tuple[str, ...] = ()) -> EagleHeads:
     from transformers import LlamaForCausalLM
 
     model = LlamaForCausalLM.from_pretrained(target)
     torch.manual_seed(2)
-    heads = EagleHeads.for_target(model.config, layers, KEPT)
+    heads = EagleHeads.for_target(model.config, layers, KEPT, norms=norms)
     heads.normed = normed
     for name, weight in heads.named_parameters():
         torch.nn.init.uniform_(weight, 0.5, 1.5) if "norm" in name else torch.nn.init.normal_(weight, std=0.4)
@@ -62,7 +62,8 @@ def edit_heads(folder: Path, change: Change, *, pickled: bool = False) -> Path:
 
 
 def speculators(config: dict[str, Any], weights: dict[str, torch.Tensor]) -> None:
-    inner = {name: config.pop(name) for name in [*config] if name not in (TOP, "draft_vocab_size", "eagle_config")}
+    outer = (TOP, "draft_vocab_size", "eagle_config", *NORMS)
+    inner = {name: config.pop(name) for name in [*config] if name not in outer}
     inner.pop("norm_before_residual")
     config |= {"speculators_model_type": "eagle3", "architectures": ["Eagle3Speculator"]}
     config["transformer_layer_config"] = inner
@@ -106,6 +107,59 @@ def test_other_formats_give_the_same_logits(form: Change, layers: list[int], nor
     lines = export_artifact(out, "eagle3", target.with_name("served"), FORMATS)
     assert [line.partition(": ")[2].partition(" ")[0] for line in lines[1:]] == (["works", "works", "works", "works"])
     assert sum("works but" in line for line in lines) == normed
+
+
+def nested_norm(config: dict[str, Any], weights: dict[str, torch.Tensor]) -> None:
+    config["eagle_config"]["norm_before_fc"] = config.pop("norm_before_fc")
+
+
+def other_names(config: dict[str, Any], weights: dict[str, torch.Tensor]) -> None:
+    """Rename `fc_norm` as in heads that only SGLang reads."""
+    config["use_aux_norm"] = config.pop("fc_norm")
+    for number, name in enumerate(("low", "mid", "high")):
+        weights[f"aux_norm_{name}.weight"] = weights.pop(f"fc_norm.{number}.weight")
+
+
+def unchanged(config: dict[str, Any], weights: dict[str, torch.Tensor]) -> None:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("form", "norms", "llama_cpp"),
+    [
+        (speculators, ("norm_before_fc", "norm_output"), "works but"),
+        (nested_norm, ("norm_before_fc",), "works but"),
+        (other_names, ("fc_norm",), "refused"),
+        (unchanged, ("fc_norm", "norm_output"), "refused"),
+    ],
+)
+def test_heads_with_norms_are_imported_and_exported(
+    form: Change, norms: tuple[str, ...], llama_cpp: str, target: Path
+) -> None:
+    heads = heads_of(target, LAYERS, form is speculators, norms)
+    save_eagle(heads, folder := target.with_name("theirs"))
+    edit_heads(folder, form)
+    import_published(str(folder), out := target.with_name("mine"), str(target))
+    export_artifact(out, "eagle3", served := target.with_name("served"), FORMATS)
+    assert {name for name in NORMS if json.loads((served / "config.json").read_text()).get(name)} == {*norms}
+    loaded, expected = load_eagle(served), heads.state_dict()
+    assert loaded.norms == norms
+    assert loaded.state_dict().keys() == expected.keys()
+    assert all(torch.equal(weight, expected[name]) for name, weight in loaded.state_dict().items())
+    serving = (served / "SERVING.md").read_text()
+    assert all(f"`{name}`" in serving for name in norms)
+    assert "vLLM 0.32" in serving
+    diagnosis = examine_eagle(read_model_info(str(target), load_tokenizer), str(out), out)
+    (finding,) = [each for each in diagnosis.findings if each.check == "norms of EAGLE-3.1"]
+    assert finding.drafter == ", ".join(norms)
+    assert "vLLM 0.32" in finding.advice
+    outcomes = {name: verdict.outcome for name, verdict in diagnosis.verdicts.items()}
+    assert outcomes.pop("llama.cpp") == llama_cpp
+    assert outcomes.pop("sglang") == ("works but" if heads.normed else "works")
+    assert {*outcomes.values()} == {"works"}
+    original = examine_eagle(read_model_info(str(target), load_tokenizer), str(folder), folder).verdicts
+    assert (original["draftsmith"].outcome == "refused") == (form is not unchanged)
+    assert (original["vllm"].outcome == "refused") == (form is other_names)
 
 
 def without_rows(config: dict[str, Any], weights: dict[str, torch.Tensor]) -> None:
@@ -167,7 +221,9 @@ def test_a_planted_error_is_named_with_the_affected_engines(
         (lambda config, weights: config.update(vocab_size=99), r"vocab_size.*99"),
         (lambda config, weights: weights.pop("lm_head.weight"), r"lm_head.weight"),
         (lambda config, weights: weights.pop("norm.weight"), r"norm.weight"),
-        (lambda config, weights: weights.update({"fc_norm.weight": torch.ones(2)}), r"fc_norm.*one Llama layer"),
+        (lambda config, weights: weights.update({"mask_hidden": torch.ones(2)}), r"mask_hidden.*one Llama layer"),
+        (lambda config, weights: weights.update({"fc_norm.0.weight": torch.ones(32)}), r"no fc_norm: set.*true"),
+        (lambda config, weights: config.update(norm_before_fc=True), r"input_norm.weight is missing.*norm_before_fc"),
         (lambda config, weights: weights.update({"embed_tokens.weight": torch.ones(5, 5)}), r"embed_tokens.*\[5, 5\]"),
     ],
 )
