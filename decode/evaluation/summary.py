@@ -201,6 +201,7 @@ class Summariser:
             "category": self.prompts[index].category,
             **{name: getattr(tally, name) for name in ("tokens", "steps", "accepted", "examined")},
             "seconds": seconds,
+            "decoding_seconds": costs.run.stepping_seconds()[index],
             "tokens_per_step": rates["tokens_per_step"],
             "acceptance_rate": rates["acceptance_rate"],
             "speedup": (tally.tokens / seconds) / (len(base.ids[index]) / base.median_seconds()[index]),

@@ -170,6 +170,7 @@ def test_rows_agree_with_the_runs(evaluation: Evaluation) -> None:
         run = evaluation.runs[label]
         assert row["tokens"] == sum(map(len, run.ids)) == sum(part["tokens"] for part in row["by_prompt"])
         assert row["seconds"] == pytest.approx(sum(part["seconds"] for part in row["by_prompt"]))
+        assert all(0 < part["decoding_seconds"] < part["seconds"] for part in row["by_prompt"])
         assert row["perplexity"] == pytest.approx(evaluation.perplexity(prompts, run.ids))
         assert row["rouge_l"] == pytest.approx((row["by_prompt"][0]["rouge_l"] + row["by_prompt"][2]["rouge_l"]) / 2)
         assert [part["rouge_l"] is None for part in row["by_prompt"]] == [False, True, False, True]
