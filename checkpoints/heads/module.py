@@ -186,7 +186,7 @@ class PredictionHeads(nn.Module):
         return getattr(self, TOKENS, None)
 
     def propose(self, ids_P: Tensor | None) -> Self:
-        """Set the draft vocabulary (None: all tokens). Raises ValueError for invalid ids or heads with own matrices."""
+        """Set the draft vocabulary (None: all tokens). Raises ValueError for invalid ids or unshared projections."""
         if ids_P is not None:
             if self.projection_kind != "target":
                 raise ValueError(f"{TOKENS} requires projection_kind 'target', got {self.projection_kind!r}")

@@ -28,7 +28,7 @@ _PROBES = (
 
 
 class After(Enum):
-    """Kind of text that precedes a text piece, on which the tokenization of the piece depends."""
+    """Kind of the text before a piece, which affects how the piece is tokenized."""
 
     NOTHING = "nothing"  # the piece is at the start of the document
     SPECIAL = "special"  # a special token

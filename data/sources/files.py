@@ -53,8 +53,7 @@ def local_rows(
 ) -> Iterator[Row]:
     """Yield the rows of a shard of a file, or of all data files in a directory (see `data_files`).
 
-    `columns` selects the columns of Parquet files. Raises ValueError if there is no data file, or a row cannot be
-    parsed.
+    `columns` selects the columns of Parquet files. Raises ValueError if there is no data file or a row is invalid.
     """
     index, count = shard
     number = 0

@@ -31,7 +31,7 @@ class BaseForward:
         return int(self.model.get_output_embeddings().weight.shape[0])
 
     def weight_VD(self) -> Tensor | None:
-        """Return the output projection, or None if calls return logits because they have a bias, a cap or a scale."""
+        """Return the output projection; None if logits have a bias, cap or scale, so that calls return logits."""
         return self.model.get_output_embeddings().weight if self.plain_head else None
 
 

@@ -83,7 +83,7 @@ def total_variation_chunk(log_drafter_CV: Tensor, log_teacher_CV: Tensor) -> tup
 def lk_alpha_chunk(log_drafter_CV: Tensor, log_teacher_CV: Tensor) -> tuple[Tensor, Tensor]:
     """Compute −log α of the acceptance probability α = Σ min(p, q) of teacher p and drafter q, and its gradient.
 
-    It is the gradient of −α, divided by α, which does not vanish if p and q hardly overlap, and equals the gradient of
+    The gradient of −α is divided by α. The result does not vanish if p and q hardly overlap, and equals the gradient of
     cross-entropy if p is one-hot. α is computed in log space to avoid underflow (LK losses, arXiv 2602.23881).
     """
     least_CV = torch.minimum(log_drafter_CV, log_teacher_CV)
@@ -163,7 +163,7 @@ def parse_weights(weights: Mapping[str, float | Sequence[float]]) -> dict[str, R
 
 
 def weights_at(ramps: Mapping[str, Ramp], progress: float) -> dict[str, float]:
-    """Return the objective weights at the given progress of the run (0 to 1), without those that are 0."""
+    """Return the objective weights at the given progress of the run (0 to 1), without weights of 0."""
     return {name: weight for name, ramp in ramps.items() if (weight := ramp.at(progress))}
 
 

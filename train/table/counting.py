@@ -32,8 +32,8 @@ class PairCounter(AbstractContextManager["PairCounter"]):
     """Counter of token pairs within documents, which sorts in background threads and stores its counts in a folder.
 
     Attributes:
-        tokens: Number of tokens counted so far, including those of interrupted runs.
-        documents: Number of documents counted so far, including those of interrupted runs.
+        tokens: Number of tokens counted so far by this process and by interrupted processes.
+        documents: Number of documents counted so far by this process and by interrupted processes.
         position: Progress in the source, as passed to `add` with the last documents. None at the start.
 
     Args:

@@ -55,8 +55,8 @@ class DFlashModule(HeadsModule):
 def dynamic_weights(losses_XK: Tensor) -> Tensor:
     """Return the weights [X, K] of cross-entropy losses by slot (D-PACE).
 
-    The confidence q of a slot is (1 + exp(−loss)) / 2, or 1 without a label. The weight of slot k is the sum of q_1 ⋯
-    q_j over all slots j ≥ k that have a label. Early slots have larger weights, since later tokens depend on their
+    The confidence q of a slot is (1 + exp(−loss)) / 2, or 1 without a label. The weight of slot k is the sum, over
+    slots j ≥ k with a label, of q_1 ⋯ q_j. Early slots have larger weights, since later tokens depend on their
     acceptance.
     """
     supervised_XK = losses_XK != 0

@@ -196,7 +196,7 @@ class HeadsTask(Task):
 
     @torch.no_grad()
     def evaluate(self, module: nn.Module) -> dict[str, float]:
-        """Evaluate the heads on held-out blocks, and return the metrics and those of `evaluate_fn(heads)`.
+        """Evaluate the heads on held-out blocks. Return the metrics, including the metrics of `evaluate_fn(heads)`.
 
         Head k has the metrics `head{k}_loss` (nats per token), `head{k}_top1` and `head{k}_top5` (see `LabelHits`).
         `heldout_loss` is the weighted sum of the losses.

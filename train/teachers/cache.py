@@ -279,7 +279,7 @@ class CacheWriter:
         progress: Callable[[int], object] = lambda rows: None,
         stopping: Callable[[], bool] = lambda: False,
     ) -> bool:
-        """Compute the rows of a shard and write its file. Returns False if `stopping` interrupted the work."""
+        """Compute the rows of a shard and write its file. Return False if `stopping` interrupted the work."""
         file = {
             name: torch.empty((shard.rows, *column.shape), dtype=column.dtype) for name, column in self.columns.items()
         }

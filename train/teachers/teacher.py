@@ -237,7 +237,7 @@ class CachedTeacher:
         return SparseTeacher(ids_XK, log_probs_XK)
 
     def _read(self, cache: RowCache, rows_R: np.ndarray) -> tuple[Tensor, Tensor]:
-        """Return the rows' ids (int64) and log-probabilities (float32), both [R, K], scaled to the stored total."""
+        """Return ids (int64) and log-probabilities (float32), both [R, K], scaled to the stored total probability."""
         rows = cache.gather(rows_R, cache.columns)
         log_probs_RK = rows["log_probs"].float().numpy()
         sum_R = np.exp(log_probs_RK).sum(1, dtype=np.float64)
