@@ -146,7 +146,7 @@ def build_method(name: str, parts: Parts, sampling: Sampling, **options: Any) ->
 
 
 def method_variants() -> list[tuple[str, Options]]:
-    """List each method with default options, and with every choice that needs more artifacts or is lossy."""
+    """List each method with default options, and again for each choice that is lossy or needs more artifacts."""
     return [(name, options) for name in METHODS for options in ({}, *_choices_that_matter(name))]
 
 

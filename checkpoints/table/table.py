@@ -208,7 +208,7 @@ def _check_csr(row_ptr: NDArray[Any], col_E: NDArray[Any], count_E: NDArray[Any]
     ranges = (("unigram", unigram_V, 0, None), ("col", col_E, 0, vocab_size - 1), ("count", count_E, 1, None))
     for name, values, least, most in ranges:
         if len(values) and (int(values.min()) < least or (most is not None and int(values.max()) > most)):
-            expected = f"at least {least}" if most is None else f"{least} to {most}"
+            expected = f"at least {least}" if most is None else f"between {least} and {most}"
             raise ValueError(f"{name} must be {expected}, got {int(values.min())} to {int(values.max())}")
     # Columns may decrease only at row starts, so that few positions must be checked.
     falls = np.flatnonzero(col_E[1:] <= col_E[:-1]) + 1

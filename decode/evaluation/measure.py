@@ -66,7 +66,7 @@ class RunKey(NamedTuple):
 
 @dataclass(frozen=True)
 class Run:
-    """Measurements of one entry, grouped by prompt. Tokens and counts are those of the first repeat."""
+    """Measurements of one entry, grouped by prompt. Tokens and counts come from the first repeat."""
 
     by_prompt: list[list[Decoded]]
     groups: Sequence[int] = ()
@@ -102,7 +102,7 @@ class Run:
         return [statistics.median(run.seconds - run.prefill_seconds for run in runs) for runs in self.by_prompt]
 
     def slowdown(self) -> float | None:
-        """Return the time of all steps divided by its estimate without disturbance, or None for too few prompts.
+        """Return the time of all steps relative to an estimate of the undisturbed time (None for too few prompts).
 
         Other processes can only slow down a run. The estimate therefore uses the fastest repeat of each batch or, if
         there is only one repeat, the lower quartile of the time per step.
@@ -329,7 +329,7 @@ def _jobs(target: LanguageModel, parts: Parts, entries: Sequence[Entry], referen
 def job_order(count: int, number: int) -> list[int]:
     """Return the order in which `count` jobs run in round `number`.
 
-    Over `count` rounds (twice as many if it is odd), each job follows every other job equally often (Williams 1949).
+    Each job follows every other job equally often in `count` rounds, or twice as many for odd counts (Williams 1949).
     """
     zigzag = [(index + 1) // 2 if index % 2 else -(index // 2) for index in range(count)]
     order = [(step + number) % count for step in zigzag]

@@ -61,7 +61,7 @@ class Tally:
 
     @property
     def rounds(self) -> int:
-        """Return the number of iterations, or of target forwards if unknown. They differ only for beam search."""
+        """Return the number of iterations or, if unknown, of target forwards. These differ only for beam search."""
         return self.iterations or self.steps
 
     def __add__(self, other: "Tally") -> "Tally":

@@ -58,7 +58,7 @@ def trace(
 
 
 def _traced(proposal: Proposal, verdict: Verdict, num_kept: int, rejected: bool, examined: int) -> TracedStep:
-    """Create the traced step of the first row, which committed `num_kept` new tokens."""
+    """Create the traced step of the first row, which committed `num_kept` tokens and examined `examined` drafts."""
     tokens, parents = proposal.tokens_BN[0].tolist(), proposal.tree.parents_BN[0].tolist()
     exists = [True] * len(tokens) if proposal.valid_BN is None else proposal.valid_BN[0].tolist()
     path = verdict.path_BK[0, : int(verdict.accepted_B[0])].tolist()

@@ -61,7 +61,7 @@ class Watch:
 
 
 def check_finite(logits_XV: Tensor, model: Any) -> None:
-    """Raise ValueError if logits are NaN, infinite or all masked. The message names damaged weights."""
+    """Raise ValueError if logits are NaN, infinite or all masked. The message names weights that are not finite."""
     if bool(logits_XV.amax(-1).isfinite().all()):
         return
     weights = ((name, weight) for name, weight in model.named_parameters() if weight.device.type != "meta")

@@ -146,7 +146,7 @@ def check_forward(wrapped: LanguageModel, model: PreTrainedModel) -> None:
 
 
 def _score(wrapped: LanguageModel, nodes: Sequence[int], parents: Sequence[int] | None = None) -> Tensor:
-    """Return logits [B, N, V] of each prompt's last token and the `nodes` below it, by default as a chain."""
+    """Return logits [B, N, V] of each prompt's last token and of a tree of tokens `nodes` after it (default: chain)."""
     lengths, device = [len(prompt) - 1 for prompt in _PROMPTS], wrapped.device
     prompts_BT = torch.tensor([[*prompt, 0][: max(lengths) + 1] for prompt in _PROMPTS], device=device)
     roots_B1 = prompts_BT.gather(1, torch.tensor(lengths, device=device)[:, None])

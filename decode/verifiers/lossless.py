@@ -146,9 +146,9 @@ class ExactBlock(ExactChain):
 class MultiCandidate(Verifier):
     """Verifier for multi-candidate speculative sampling, which tries the children of each tree node in turn.
 
-    Source: arXiv 2401.06706, Algorithm 1 with replacement and Algorithm 2 without, where rejected tokens are also
-    removed from q. Both preserve the target's distribution (appendices A and B). With one candidate per level, both
-    equal speculative sampling. Children with a False `valid_BN` are skipped.
+    Source: arXiv 2401.06706, Algorithm 1 with replacement and Algorithm 2 without, which also removes rejected tokens
+    from the drafter's q. Both preserve the target's p (appendices A and B). With one candidate per level, both equal
+    speculative sampling. Children with a False `valid_BN` are skipped.
 
     The residual of p is stored unnormalised together with its mass. Without replacement, the remaining mass of q is
     summed again, since 1 - q would cancel in float32 for a nearly certain drafter.
@@ -185,7 +185,7 @@ class MultiCandidate(Verifier):
     def _try(
         self, target_BV: Tensor, draft_BV: Tensor, tokens_BC: Tensor, exists_BC: Tensor, uniform_BC: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Try the children of a node. Return the accepted child [B, 1] (-1 for none), and the residual [B, V] of p."""
+        """Try a node's children. Return the accepted one [B, 1] (-1: none), and the target's residual [B, V]."""
         residual_BV, mass_B1 = target_BV, torch.ones_like(target_BV[:, :1])
         rest_B1, accepted_B1 = mass_B1, torch.full_like(tokens_BC[:, :1], -1)
         for child, token_B1 in enumerate(tokens_BC.split(1, 1)):
@@ -297,10 +297,10 @@ class SampleAndMatch(Verifier):
 
 
 class SeveralDrafters(Verifier):
-    """Verifier of one chain per drafter, which tries the candidates in turn, each with the q of its drafter.
+    """Verifier of one chain per drafter, which tries candidates in turn, each with its own drafter's distribution.
 
-    This is Algorithm 1 of arXiv 2401.06706 with q_m for the m-th candidate, as in SpecInfer (multi-step speculative
-    sampling, arXiv 2305.09781). Only chains that contain the accepted token are tried at the next level.
+    This is Algorithm 1 of arXiv 2401.06706 with a distribution q_m for the m-th candidate, as in SpecInfer (multi-step
+    speculative sampling, arXiv 2305.09781). Only chains with the accepted token are tried at the next level.
     """
 
     def verify(self, proposal: Proposal, target_BNV: Tensor, rng: Rng) -> Verdict:

@@ -18,9 +18,10 @@ from .verdicts import chain_verdict, count_prefix, follow_path, normalise, take_
 
 
 class JointLikelihood(Verifier):
-    """Verifier that accepts the longest prefix of a chain with min(1, p(x1..j)/q(x1..j)) > threshold.
+    """Verifier that accepts the longest prefix of a chain with min(1, p/q) > threshold.
 
-    Source: arXiv 2407.09722, section 3.2 and Algorithm 1. A prefix may pass even if a shorter prefix does not.
+    p and q are the joint probabilities of a prefix under target and drafter. A prefix may pass even if a shorter one
+    does not. Source: arXiv 2407.09722, section 3.2 and Algorithm 1.
     """
 
     lossless = False
@@ -87,7 +88,7 @@ class OverAcceptance(ExactChain):
 
 
 class TypicalAcceptance(Verifier):
-    """Verifier that accepts the deepest path of tokens with p(x) > min(ε, δ exp(-H(p))).
+    """Verifier that accepts the deepest path of tokens x with p(x) > min(ε, δ exp(-H(p))), where H is the entropy.
 
     Among equally deep paths, the most likely path is accepted. The next token is sampled from the tokens that pass.
     Source: typical acceptance of Medusa (arXiv 2401.10774), with its defaults ε = 0.09 and δ = 0.3.

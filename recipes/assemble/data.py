@@ -315,7 +315,7 @@ def data_identity(section: DataSection, tokenizer: Any, ignored: set[str]) -> di
 
 
 def _source_identity(source: str, known: dict[str, list[Any]]) -> dict[str, Any]:
-    """Return the hashes of the files of a local source, or the name of a hub dataset."""
+    """Return the hashes of a local source's files (cached in `known`), or the name of a hub dataset."""
     path = Path(source).expanduser()
     if path.exists():
         files = data_files(path, None) if path.is_dir() else [path]

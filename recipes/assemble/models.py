@@ -192,7 +192,7 @@ def _depth_keys(config: Any) -> list[str]:
 
 
 def _layer_lists(model: nn.Module, counts: set[int]) -> list[str]:
-    """Return the names of the layer lists (`nn.ModuleList`), excluding lists inside layers, such as experts."""
+    """Return the names of the `nn.ModuleList`s of `counts` layers, except lists inside layers, such as experts."""
     lists: list[str] = []
     for name, part in model.named_modules():
         inside = any(name.startswith(f"{other}.") for other in lists)

@@ -11,7 +11,7 @@ from ...checkpoints.storage.messages import did_you_mean
 
 Model = TypeVar("Model", bound=BaseModel)
 _BRANCH = "DrafterRecipe]"
-"""Suffix of a path element, not a key, that pydantic adds for a field that is either a recipe or a name."""
+"""Suffix of a path element that pydantic adds for a field that is a recipe or a name. Such an element is no key."""
 
 
 def checked(model: type[Model], values: Any, under: str = "") -> Model:

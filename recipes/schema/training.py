@@ -119,7 +119,7 @@ class TeacherSection(Section):
     """Directory of a cache of the target's `top_k` log-probabilities, written by `draftsmith prepare --teacher`. With a
     cache, the target runs only once for all epochs and drafters."""
     dtype: Literal["auto", "float32", "bfloat16", "float16", "int8"] = "auto"
-    """Data type of the target's weights; auto uses the type of the files. int8 quantises as `evaluate` does."""
+    """Data type of the target's weights; auto uses the type of the files. int8 is as in `evaluate`."""
     batch: int = Field(4, ge=1)
     """Number of blocks per forward pass when the cache is written."""
 
@@ -287,17 +287,17 @@ class HeadsRecipe(_Recipe):
     """`medusa`: independent heads. `eagle3`: one decoder layer that drafts autoregressively. `dflash`: decoder layers
     that draft a block of tokens with one forward. `projection`, `rank` and `states` apply to `medusa` only."""
     layers: list[int] | None = None
-    """Layers of the target whose inputs `eagle3` and `dflash` read, counted from 0 (default: 2, the middle one and the
-    last but two for `eagle3`; up to five for `dflash`)."""
+    """Layers of the target whose inputs `eagle3` and `dflash` use, counted from 0 (default for `eagle3`: layer 2, the
+    middle layer and the third from the end; for `dflash`: up to five evenly spaced layers)."""
     norms: list[Literal["fc_norm", "norm_before_fc", "norm_output"]] = []
     """Additional norms of `eagle3`, named as in the config of serving engines. `fc_norm` normalises the states of each
     layer before they are combined, and `norm_before_fc` their concatenation. With `norm_output`, a drafting step reads
     the output of the previous step after the final norm. EAGLE-3.1 has `fc_norm` and `norm_output`."""
     anchors: int = Field(256, ge=1)
-    """Maximum number of blocks that `dflash` trains per row of `data.block_tokens` tokens."""
+    """Maximum number of blocks on which `dflash` is trained in each row of `data.block_tokens` tokens."""
     slot_weights: Literal["decay", "d-pace"] = "decay"
     """Loss weights of the slots of `dflash`: `decay` by `weight_decay_by_head`, or `d-pace` for weights that follow the
-    drafter's confidence in the slots before, which requires `objective: {cross-entropy: 1.0}`."""
+    drafter's confidence in the preceding slots, which requires `objective: {cross-entropy: 1.0}`."""
     mask_token: int | None = Field(None, ge=0)
     """Id of the mask token of `dflash` (default: the rarest token of the data)."""
     target: str

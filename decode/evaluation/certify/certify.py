@@ -82,7 +82,7 @@ class Finding:
 
     kind: Literal["token", "near-tie", "outside", "edge", "length"]
     """Kind of difference. token: not the target's most likely token. outside: token of probability 0 after warping.
-    near-tie, edge: the same, but rounding explains the difference. length: the output ends too early or too late."""
+    near-tie, edge: token and outside, explained by rounding. length: the output ends too early or too late."""
     prompt: int
     position: int
     """Index among the generated tokens."""

@@ -87,7 +87,7 @@ def _read_some(model: LanguageModel, prompts: Sequence[Sequence[int]], outputs: 
 
 
 def chunks(tokens: int, vocab: int) -> Iterator[slice]:
-    """Return slices of the token indices. The distributions of all tokens in a slice fit into memory."""
+    """Divide the indices of `tokens` tokens into slices, each short enough for its distributions to fit in memory."""
     size = max(1, _NUMBERS_A_CHUNK // vocab)
     return (slice(start, min(start + size, tokens)) for start in range(0, tokens, size))
 

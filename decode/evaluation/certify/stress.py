@@ -171,7 +171,7 @@ def _llama(vocab: int, seed: int, noise: float) -> LlamaForCausalLM:
 
 
 class FittedHeads(torch.nn.Module):
-    """Prediction heads fitted by least squares. Head k predicts the token k + 2 positions after the state's token."""
+    """Prediction heads fitted by least squares. From a state at position t, head k predicts the token at t + k + 2."""
 
     def __init__(self, target: LanguageModel, texts: list[list[int]], num_heads: int) -> None:
         super().__init__()

@@ -132,7 +132,7 @@ def _pairs(row: np.ndarray, lag: int, rng: np.random.Generator) -> np.ndarray:
 
 
 def _test_cells(test: str, pieces: Sequence[np.ndarray], max_sides: int) -> Result:
-    """Run a chi-square test of whether points ([D, points] per piece) are uniform over a grid of equal cells."""
+    """Run a chi-square test of whether points ([D, n] per piece) are uniform on a grid, `max_sides` cells per side."""
     points_DX = np.concatenate([*pieces, np.zeros((len(pieces[0]) if pieces else 2, 0))], 1)
     dimensions, count = points_DX.shape
     bins = min(max_sides, int((count // _PER_CELL) ** (1 / dimensions)))

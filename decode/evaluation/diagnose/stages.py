@@ -87,7 +87,7 @@ def draft_attempts(steps: Iterable[TracedStep]) -> list[DraftAttempt]:
 
 @dataclass(frozen=True)
 class Stage:
-    """Acceptance rate measured at one stage: `record`, `files`, `own` or `decoding`."""
+    """Acceptance rate at a stage: training `record`, saved `files`, on-policy responses (`own`), or `decoding`."""
 
     key: str
     description: str

@@ -198,7 +198,7 @@ def _count(recipe: TableRecipe, tokenizer: Any, pairs: PairCounter, share: Share
 def count_share(
     recipe: TableRecipe, tokenizer: Any, pairs: PairCounter, share: Share, advance: Callable[[int, int], None]
 ) -> Iterator[bool]:
-    """Count the token pairs of a share, starting at `pairs.position`. Yield True after each batch."""
+    """Count the token pairs of a share, starting at document `pairs.position`. Yield True after each batch."""
     options, saved, first = recipe.count, time.monotonic(), pairs.position or 0
     documents = _documents(recipe, tokenizer, islice(share, first, None))
     for batch in pack_documents(documents, first, options.memory_mb):

@@ -42,7 +42,7 @@ class Journal:
             log(f"resuming with {len(self._found)} finished {name}")
 
     def __call__(self, name: str, form: TypeAdapter[Found], work: Callable[[], Found]) -> Found:
-        """Return the stored result `name`, or compute and store it. Raise Interrupted if a signal has arrived."""
+        """Return the stored result `name`, or store that of `work`. Raise Interrupted if a signal has arrived."""
         if name in self:
             return self.known(name, form)
         if self._signals is not None:

@@ -156,9 +156,9 @@ class _Forge:
         return stem if len(self.workloads) == 1 else f"{stem}-{workload.slug}"
 
     def _plan(self, supports: tuple[bool, bool], answers: int, seconds_per_answer: float) -> list[Candidate]:
-        """Select candidates that could be faster than the baseline, and the number of prompts to compare them.
+        """Return the candidates that could be faster than the baseline. Set the numbers of prompts for comparisons.
 
-        `supports` tells if the target supports EAGLE-3 and DFlash.
+        `supports`: whether the target supports EAGLE-3 and DFlash.
         """
         self.section = "Plan: costs, candidates and budget"
         self._note(f"forward pass: {1e3 * self.curve(1):.1f} ms (1 token), {1e3 * self.curve(4):.1f} ms (4 tokens)")
@@ -392,7 +392,7 @@ class _Forge:
             raise NotLosslessError(f"{broken[0]} is not lossless: see {derive_path(Path(recipe.out), KIND)}")
 
     def _serve(self) -> None:
-        """Tune the number of draft tokens in the serving engine, for the fastest and for all fully trained drafters."""
+        """Tune the number of draft tokens of the fastest and of all fully trained drafters in the serving engine."""
         self.section = f"Draft lengths in {self.recipe.engine}"
         trained = [name for name, source in self.sources.items() if source.steps]
         for name in dict.fromkeys([*(winner.name for winner in self.winners.values()), *trained]):

@@ -166,7 +166,7 @@ def test_invalid_arguments_are_refused(
     [
         ("row_ptr", lambda t: t.flip(0), "row_ptr"),
         ("row_ptr", lambda t: t[:-1], "row_ptr has 11 entries for 11 tokens, expected 12"),
-        ("col", lambda t: t + VOCAB, "col must be 0 to 10"),
+        ("col", lambda t: t + VOCAB, "col must be between 0 and 10"),
         ("col", lambda t: torch.cat((t[:1], t[:1], t[2:])), "row 0"),
         ("col", lambda t: t[None], "col is torch.int32 [1, "),
         ("col", lambda t: t.long(), "col is torch.int64"),
