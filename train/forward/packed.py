@@ -44,8 +44,8 @@ class PackedForward(BaseForward):
     This is not an `nn.Module`, so that a frozen model is neither wrapped for data parallelism nor saved in a
     checkpoint. `states` selects the output of `hidden`: "after-norm" for the last hidden states, "before-norm" for the
     input of the final norm, or "layers-2-15" for the concatenated inputs of layers 2 and 15 and last hidden states.
-    Raises ValueError if the model has no position ids (ALiBi) or final norm, is recurrent or an encoder-decoder, or
-    `states` is unknown.
+    Raises ValueError if the model takes no position ids (ALiBi), carries states across documents, is an encoder-decoder
+    or lacks a final norm, or if `states` is unknown.
     """
 
     def __init__(self, model: Any, states: str = "after-norm") -> None:
