@@ -59,11 +59,13 @@ def run_tune_lengths(
 
 
 def max_draft_tokens(export: Path | str) -> int:
-    """Return the maximum number of draft tokens for an export. Each Medusa head drafts only one token."""
+    """Return the maximum number of draft tokens for an export: the heads of Medusa, or the block of DFlash."""
     manifest = load_manifest(Path(export).expanduser())
     assert manifest.export is not None
-    heads = manifest.shapes.get("num_heads") if manifest.export["format"].startswith("medusa") else None
-    return min(MAX_TOKENS, heads or MAX_TOKENS)
+    form, heads = manifest.export["format"], manifest.shapes.get("num_heads")
+    if form == "dflash" and heads:  # one forward drafts the whole block
+        return int(heads)
+    return min(MAX_TOKENS, heads or MAX_TOKENS) if form.startswith("medusa") else MAX_TOKENS
 
 
 def _is_measured(recipe: BenchRecipe) -> bool:
