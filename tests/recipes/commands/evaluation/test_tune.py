@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import yaml
+from draftsmith.checkpoints.heads.dflash import save_dflash
 from draftsmith.data.tokenizers import load_tokenizer
 from draftsmith.decode.evaluation.tuning import space
 from draftsmith.decode.evaluation.tuning.tuner import choose_winner
@@ -104,3 +105,14 @@ def test_all_tunable_methods_of_an_encoder_decoder_are_tuned(recipe: Path) -> No
         model = T5ForConditionalGeneration(T5Config(vocab_size=len(tokenizer), **sizes))
         model.save_pretrained(recipe.parent / name)
     assert run_tune(loaded(recipe, "methods=[{method: autoregressive}]", "limit=2", "max_new_tokens=6"))
+
+
+def test_drafts_of_a_block_drafter_are_at_most_a_block(
+    recipe: Path, make_llama: Any, make_dflash: Any, tmp_path: Path
+) -> None:
+    save_dflash(make_dflash(make_llama(320), block_size=4), tmp_path / "dflash")
+    rows, _ = rows_to_tune(loaded(recipe, f"drafter={tmp_path / 'dflash'}"))
+    options = [row.options for row in rows.values() if row.method == "speculative"]
+    assert sorted(each["gamma"] for each in options) == [1, 2, 3]
+    trees = [row.options["k_config"] for row in rows.values() if row.method == "multi-candidate"]
+    assert max(tree.count("x") for tree in trees) < 3
