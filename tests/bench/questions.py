@@ -1,11 +1,13 @@
-"""Write a corpus of varied questions, on which `make realpair` can train a general-purpose pair.
+"""Write a corpus of varied questions, on which `make realpair` or `make coder` can train a general-purpose pair.
 
-    python tests/bench/questions.py questions.jsonl [--limit 2600]
+    python tests/bench/questions.py questions.jsonl [--limit 2600] [--templates 3000]
     make realpair ARGS='out=runs/general corpus.megabytes=0 corpus.files=[questions.jsonl]'
 
 The questions come from the shared data of the benchmarks, without the prompts on which pairs are measured. They are
 instructions, first turns of conversations, factual questions, texts to summarise, questions about passages, and
-arithmetic problems from templates. The last line of the output is one JSON object.
+arithmetic problems from templates. `--templates` adds the questions on code, mathematics and general topics that the
+recipe `coder` makes. Questions that share 13 consecutive words with an evaluation set of the benchmarks are dropped.
+The last line of the output is one JSON object with the number of these questions, in total and of each kind.
 """
 
 import argparse
@@ -18,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from common import SHARED, SHAREGPT, VICUNA, finish
+from draftsmith.data.cleaning.cleaner import Cleaning, EvaluationTexts
+from draftsmith.data.sources.questions import template_questions
 
 SHARES = {"instruction": 0.31, "conversation": 0.2, "fact": 0.19, "summary": 0.1, "passages": 0.1, "arithmetic": 0.1}
 LONGEST = 3600
@@ -84,22 +88,35 @@ def collect(limit: int, rng: random.Random) -> dict[str, list[str]]:
     }
 
 
+def evaluation_questions() -> list[str]:
+    """Return all questions of the evaluation sets of the benchmarks, such as HumanEval, GSM8K and MT-bench."""
+    rows = (row for file in sorted((SHARED / "eval").glob("*.jsonl")) for row in loaded(file))
+    return [turn for row in rows for turn in row["turns"]]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, help="output file (.jsonl)")
     parser.add_argument("--limit", type=int, default=2600, help="maximum number of questions (default: 2600)")
+    parser.add_argument("--templates", type=int, default=0, help="number of questions of `coder` (default: 0)")
     args = parser.parse_args()
     rng, chosen = random.Random(0), []
     for kind, texts in collect(args.limit, rng).items():
         fitting = sorted({text.strip() for text in texts if 10 < len(text.strip()) < LONGEST})
         count = round(args.limit * SHARES[kind])
         chosen += [(kind, text) for text in rng.sample(fitting, min(count, len(fitting)))]
+    chosen += [(row.id.split("-")[0], row.turns[0].text) for row in template_questions(args.templates)]
+    evaluation = EvaluationTexts(evaluation_questions(), Cleaning().contamination_words)
+    dropped = Counter(kind for kind, text in chosen if evaluation.found_in(text))
+    chosen = [(kind, text) for kind, text in chosen if not evaluation.found_in(text)]
     rng.shuffle(chosen)
     with args.out.open("w", encoding="utf-8") as file:
         for number, (kind, text) in enumerate(chosen):
             turns = [{"role": "user", "content": text}]
             file.write(json.dumps({"id": f"{kind}-{number}", "messages": turns}, ensure_ascii=False) + "\n")
-    finish({"questions": len(chosen), "kinds": dict(Counter(kind for kind, _ in chosen))})
+    kinds = Counter(kind for kind, _ in chosen)
+    contamination = {"dropped": dropped.total(), "kinds": dict(dropped)}
+    finish({"questions": len(chosen), "kinds": dict(kinds), "contamination": contamination})
 
 
 if __name__ == "__main__":
