@@ -195,6 +195,7 @@ GGUF = Format(
 def _write_heads(source: Source, folder: Path, options: ExportOptions) -> None:
     converter, model = _converter(options), folder / _UNFINISHED
     target = find_folder(needed_target(source, options, "the file must contain the target's tokenizer"), [CONFIG_FILE])
+    check_eagle(source, options, ["llama.cpp"])
     model.mkdir()
     save_eagle(eagle_of(source), model)
     _convert(source, converter, model, folder / GGUF_FILE, target, {}, "--target-model-dir", str(target))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from draftsmith.checkpoints.export.base import export_artifact
+from draftsmith.checkpoints.export.base import ExportOptions, export_artifact
 from draftsmith.checkpoints.heads.eagle import NORMS, EagleHeads, load_eagle, save_eagle
 from draftsmith.checkpoints.heads.published import read_published
 from draftsmith.checkpoints.pairs.eagle import examine_eagle, rotary_base
@@ -160,6 +160,13 @@ def test_heads_with_norms_are_imported_and_exported(
     original = examine_eagle(read_model_info(str(target), load_tokenizer), str(folder), folder).verdicts
     assert (original["draftsmith"].outcome == "refused") == (form is not unchanged)
     assert (original["vllm"].outcome == "refused") == (form is other_names)
+    if llama_cpp == "refused":
+        converter = target.with_name("llama.cpp") / "convert_hf_to_gguf.py"
+        converter.parent.mkdir()
+        converter.touch()
+        options = ExportOptions(llama_cpp=converter.parent)
+        with pytest.raises(ValueError, match=r"llama\.cpp: fc_norm is not supported"):
+            export_artifact(out, "eagle3-gguf", target.with_name("gguf"), FORMATS, options)
 
 
 def without_rows(config: dict[str, Any], weights: dict[str, torch.Tensor]) -> None:
