@@ -248,7 +248,7 @@ class PromptLookupConfig(MethodConfig):
 
 @register("suffix")
 class Suffix(_WithDrafter):
-    """Tree of tokens that followed earlier matches in the text or a datastore, extended by `fallback`."""
+    """Tree of tokens that followed earlier matches in the text or a datastore, with an optional second source."""
 
     max_nodes: Annotated[int, _MAX_NODES] = 8
     max_depth: Annotated[int, "maximum depth"] = 8

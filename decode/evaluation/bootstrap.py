@@ -21,7 +21,7 @@ def resample_weights(prompts: int, seed: int | Sequence[int] = 0, draws: int = R
 
 
 def resampled_ratios(over_PG: Floats, under_PG: Floats, seed: int = 0) -> Floats | None:
-    """Return sum(over) / sum(under) over prompts for each resample and column G, [R, G] (None for too few prompts)."""
+    """Return sum(over_PG) / sum(under_PG) in each bootstrap resample of prompts, [R, G]; None for too few prompts."""
     if len(over_PG) < MIN_PROMPTS:
         return None
     weight_RP = resample_weights(len(over_PG), seed)

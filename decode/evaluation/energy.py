@@ -164,7 +164,7 @@ class EnergyMeter:
         return Energy(self.source, joules, error, excess if excess >= 0 else None, watts, idle_watts, seconds, trials)
 
     def _run(self, work: Callable[[], float], seconds: float, pause: float = 0.0) -> _Window:
-        """Repeat `work` for `seconds` and until the next change of the counter, with waits of `pause` seconds."""
+        """Repeat `work` for at least `seconds`, until the counter changes, with waits of `pause` seconds."""
         clock, period = self._clock, self.timing.period
         begin = changed_at = clock()
         value, units, paused, pauses = self.joules(), 0.0, 0.0, 0

@@ -136,7 +136,7 @@ class LanguageModel(AuxiliaryStates, DraftVocabulary, CapturedForwards):
         )
 
     def begin(self, prompts: Sequence[Sequence[int]], extra_slots: int) -> tuple[Sequence[Sequence[int]], KVCache]:
-        """Return the decoder's initial ids (the prompts, or start tokens for encoder-decoders) and an empty cache."""
+        """Return the initial decoder ids (prompts or start tokens) and an empty cache with `extra_slots` more slots."""
         return prompts, self.new_cache(len(prompts), max(len(prompt) for prompt in prompts) + extra_slots)
 
     def extend(

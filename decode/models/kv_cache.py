@@ -69,7 +69,7 @@ class KVCache:
         self.values = [value_BHSE for _, values_LBHSE in self._stacks for value_BHSE in values_LBHSE]
 
     def emptied(self) -> "KVCache":
-        """Return an empty cache that reuses the memory of this cache, which is set to zero."""
+        """Set the memory of this cache to zero, and return an empty cache that uses the same memory."""
         for keys_LBHSE, values_LBHSE in self._stacks:
             keys_LBHSE.zero_()
             values_LBHSE.zero_()

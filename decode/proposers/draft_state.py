@@ -49,8 +49,8 @@ class DraftState:
     Node i of the tree is stored i slots after the root, as in the target's cache.
 
     Raises:
-        ValueError: Drafter and target differ in vocabulary, device or start token, the drafter has too few positions,
-            or it requires hidden states that the target does not return, or more than one prompt token.
+        ValueError: Drafter and target differ in vocabulary, device or start token. The drafter has too few positions.
+            It requires hidden states that the target does not return, or prompts of more than one token.
     """
 
     def __init__(self, model: LanguageModel, context: Context, max_nodes: int, max_depth: int) -> None:

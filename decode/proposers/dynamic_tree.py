@@ -174,7 +174,7 @@ class DynamicTree(DrafterProposer):
     def _add(
         self, nodes: _Nodes, num_suffix: int, depth: int, parent_BA: Tensor, tokens_BAW: Tensor, joint_BAW: Tensor
     ) -> _Nodes:
-        """Add candidates of one level to `nodes`. A candidate that is a suffix node only raises its probability."""
+        """Add candidates of a level to `nodes`. If one is already a suffix node, only its probability is raised."""
         tokens_BX, joint_BX = tokens_BAW.flatten(1), joint_BAW.flatten(1)
         parents_BX = parent_BA[..., None].expand_as(tokens_BAW).flatten(1)
         if num_suffix > 1:

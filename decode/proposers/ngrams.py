@@ -31,7 +31,7 @@ class TableDrafts:
         return self._rows.after(last_X).log() if self._order == 2 else self._unigram_V.expand(*last_X.shape, -1)
 
     def best(self, last_X: Tensor) -> Tensor:
-        """Return the most likely next token after each token, [...]."""
+        """Return the most likely next token after each token, in the shape of `last_X`."""
         return self._rows.most_likely(last_X) if self._order == 2 else self._commonest.expand_as(last_X)
 
 

@@ -117,7 +117,7 @@ class TypicalAcceptance(Verifier):
 
 
 class AcceptAll(Verifier):
-    """Verifier that accepts a chain that the target itself proposed. Its last token becomes the next token."""
+    """Verifier that accepts a chain proposed by the target itself. The chain's last token becomes the next token."""
 
     lossless = False
     score_type = "logits"

@@ -26,7 +26,7 @@ class MethodSection(Section):
 
 
 def every_row(parts: Container[str], at: float, temperature: float | None) -> list[MethodSection]:
-    """Return rows with this `temperature` for each method variant that `parts` support at the temperature `at`."""
+    """Return a row for each method variant that `parts` support at temperature `at`. All rows set `temperature`."""
     from ...decode.methods import all_rows
 
     suffix = "" if temperature is None else f" T={temperature:g}"

@@ -338,7 +338,7 @@ class _Run:
         self.cert.tests = [{"order": order} | result._asdict() | {"level": level} for order, result in results]
 
     def joint(self, rows: int) -> Result:
-        """Test the first tokens of the first `rows` outputs against their joint distribution under the reference."""
+        """Test if the first tokens of the first `rows` outputs follow the reference model's joint distribution."""
         for prompt in self.prompts[len(self.distributions) :]:
             settings = (self.sampling, self.limits.stop_ids, _LENGTH)
             self.distributions.append(joint_distribution(self.reference, prompt, *settings))

@@ -112,7 +112,7 @@ class Judge(TransformersModel):
 
 
 def make_judge(model: PreTrainedModel, states: str = "after-norm") -> LanguageModel:
-    """Return a `Judge` for a decoder, or the model of `wrap_model` for an encoder-decoder."""
+    """Return a `Judge` for a decoder, or the result of `wrap_model` for an encoder-decoder."""
     model = bare_model(model)
     return wrap_model(model, check=False) if model.config.is_encoder_decoder else Judge(model, states)
 

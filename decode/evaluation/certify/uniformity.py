@@ -175,7 +175,7 @@ def joint_test(laws: Sequence[np.ndarray], outcomes: Sequence[Sequence[int]]) ->
 
 
 def martingale_p(total: float, variance: float) -> float:
-    """Return an upper bound on the p-value of `total`, a sum of martingale differences in [-1, 1] (Freedman 1975)."""
+    """Bound the p-value of a sum of martingale differences in [-1, 1] with this total and variance (Freedman 1975)."""
     size = abs(total)
     if size < 1e-9:
         return 1.0

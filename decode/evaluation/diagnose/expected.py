@@ -42,7 +42,7 @@ def predict_server(row: Mapping[str, Any], prompt_tokens: dict[str, int], same_l
 
 
 def draft_length(row: Mapping[str, Any]) -> int:
-    """Return a row's `gamma`, or the number of depths with an acceptance rate if the row has no such option."""
+    """Return a row's option `gamma` or, if it has none, the number of depths with an acceptance rate."""
     return int(row["options"].get("gamma", len(row["acceptance_by_depth"])))
 
 

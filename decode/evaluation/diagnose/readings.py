@@ -150,7 +150,7 @@ def measure_readings(
 
 
 def _summarise(readings: Sequence[Reading], agreeing_WPK: Floats, judged_PK: Floats) -> list[Reading]:
-    """Return the readings with their agreement with the target, and with its standard errors over passages."""
+    """Return the readings with their measured agreement with the target, and standard errors over passages."""
     judged_P, count = judged_PK.sum(1), len(judged_PK)
     summaries, off = list[Reading](), list[Floats]()
 

@@ -53,7 +53,7 @@ NO_FAULTS = ("text", "drafting")
 
 
 def make_finding(cause: str, lost: float | None, interval: list[float] | None, numbers: str = "") -> Finding:
-    """Create the finding for a key of `CAUSES`. `lost` is the loss of acceptance rate, or None if unknown."""
+    """Create a finding from a key of `CAUSES`, the lost acceptance rate, its interval, and numbers for the message."""
     what, advice = CAUSES[cause]
     is_fault = cause not in NO_FAULTS
     return Finding(cause, what + numbers, advice=advice, is_fault=is_fault, lost=lost, interval=interval)

@@ -117,7 +117,7 @@ def _remove_if_empty(folder: Path) -> None:
 
 
 def _differences(before: Any, now: dict[str, Any]) -> str:
-    """Return the names of settings that differ between two first lines; raise ValueError if `before` is invalid."""
+    """Return the names of settings that differ between two journals' first lines; raise ValueError for bad lines."""
     old = before.get("identity") if isinstance(before, dict) else None
     if not isinstance(old, dict):
         raise ValueError("the first line has no `identity` mapping")
