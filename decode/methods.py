@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from .engine import Proposer, Verifier
 from .models.base import LanguageModel
-from .proposers.adaptive import AdaptiveChain, OracleChain
+from .proposers.adaptive import AdaptiveChain, ConfidenceChain, OracleChain
 from .proposers.beams import DraftBeam, TargetBeam
 from .proposers.by_text import TextChain
 from .proposers.chains import DraftChains
@@ -118,18 +118,21 @@ class Adaptive(_WithDrafter):
 
     gamma: Annotated[int, _MAX_GAMMA] = 8
     policy: Annotated[
-        Literal["confidence", "oracle"], "rule that ends a chain; `oracle` uses the true acceptance rates"
+        Literal["confidence", "confidence-head", "oracle"],
+        "rule that ends a chain; `confidence-head` uses the predicted acceptance rates of a DSpark drafter, `oracle` "
+        "the true ones",
     ] = "confidence"
     confidence_threshold: Annotated[float, _CONFIDENCE] = 0.4
-    draft_cost: Annotated[float, "cost of a drafter forward relative to a target forward (`oracle` only)"] = 0.1
-    token_cost: Annotated[float, "cost of an additional token relative to a one-token target forward (`oracle`)"] = 0.03
+    draft_cost: Annotated[float, "cost of a drafter forward relative to a target forward (not `confidence`)"] = 0.1
+    token_cost: Annotated[float, "cost of an added token relative to a one-token target forward"] = 0.03
     verification: Annotated[Chain, _VERIFICATION] = "token"
 
     def build(self, parts: Parts, sampling: Sampling) -> Method:
         gamma = _longest(parts, self.gamma)
         proposer = AdaptiveChain(_drafter(parts), gamma, self.confidence_threshold)
-        if self.policy == "oracle":
-            proposer = OracleChain(_drafter(parts), gamma, self.draft_cost, self.token_cost)
+        if self.policy != "confidence":
+            chain = OracleChain if self.policy == "oracle" else ConfidenceChain
+            proposer = chain(_drafter(parts), gamma, self.draft_cost, self.token_cost)
         return _exact(proposer, sampling, _chain_verifier(self.verification))
 
 

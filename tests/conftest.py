@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from draftsmith.checkpoints.heads.dflash import DFlashHeads
+from draftsmith.checkpoints.heads.dspark import DSparkHeads
 from draftsmith.checkpoints.heads.eagle import EagleHeads
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -65,6 +66,20 @@ def make_dflash() -> Callable[..., DFlashHeads]:
     ) -> DFlashHeads:
         sizes = (model.config.vocab_size - 1, block_size, num_layers, [*range(1, model.config.num_hidden_layers)])
         return randomise(DFlashHeads.for_target(model.config, *sizes, proposed), model)
+
+    return build
+
+
+@pytest.fixture
+def make_dspark() -> Callable[..., DSparkHeads]:
+    """Return a function that builds a random DSpark drafter of four tokens: `make_dspark(model, proposed=ids)`."""
+
+    def build(
+        model: LlamaForCausalLM, proposed: torch.Tensor | None = None, from_anchor: bool = True, rank: int = 6
+    ) -> DSparkHeads:
+        layers = [*range(1, model.config.num_hidden_layers)]
+        sizes = (model.config.vocab_size - 1, 4 if from_anchor else 5, 1, layers, proposed)
+        return randomise(DSparkHeads.for_target(model.config, *sizes, rank=rank, from_anchor=from_anchor), model)
 
     return build
 

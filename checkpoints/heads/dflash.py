@@ -7,14 +7,14 @@ and values of a token never change. Slot j of the block predicts the token at it
 anchor. The embeddings and the output projection are the target's, and are frozen.
 
 Shape letters: B batch, T tokens, N blocks of a row, S slots of a block, Q = N · S queries, X blocks of the batch,
-D hidden size, G concatenated auxiliary hidden states, H query heads, J key heads, E head size, V vocabulary,
-R draft vocabulary.
+K predicting slots of a block, D hidden size, G concatenated auxiliary hidden states, H query heads, J key heads,
+E head size, V vocabulary, R draft vocabulary.
 """
 
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -64,6 +64,10 @@ class DFlashHeads(AuxiliaryHeads):
         proposed: Token ids of the draft vocabulary, int64 [R], ascending; None for all tokens.
     """
 
+    architecture = DFLASH
+    first_slot = 1
+    """First slot of a block that predicts a token."""
+
     def __init__(
         self, config: Qwen3Config, layers: Sequence[int], mask: int, block_size: int, proposed: Tensor | None = None
     ) -> None:
@@ -88,8 +92,11 @@ class DFlashHeads(AuxiliaryHeads):
         num_layers: int = 1,
         layers: Sequence[int] | None = None,
         proposed: Tensor | None = None,
+        **options: Any,
     ) -> Self:
         """Create a float32 drafter with `num_layers` layers for a target's configuration.
+
+        `options` are passed to the constructor.
 
         Raises ValueError if the target does not have the given layers (default: `default_layers`).
         """
@@ -117,7 +124,7 @@ class DFlashHeads(AuxiliaryHeads):
             rope_parameters={"rope_type": "default", "rope_theta": rope.get("rope_theta") or 10000.0},
             layer_types=["full_attention"] * num_layers,
         )
-        return cls(own, layers, mask, block_size, proposed)
+        return cls(own, layers, mask, block_size, proposed, **options)
 
     @torch.no_grad()
     def begin_as(self, target: Any) -> Self:
@@ -144,7 +151,7 @@ class DFlashHeads(AuxiliaryHeads):
     def features(
         self, aux_BTG: Tensor, tokens_BT: Tensor, positions_BT: Tensor, documents_BT: Tensor, rows_X: Tensor
     ) -> Tensor:
-        """Compute the inputs of `projection`, [X, S - 1, D], for X blocks of S tokens in packed rows.
+        """Compute the inputs of `projection`, [X, K, D], for K predicting slots of X blocks in packed rows.
 
         Args:
             aux_BTG: Auxiliary hidden states of the target.
@@ -174,7 +181,7 @@ class DFlashHeads(AuxiliaryHeads):
         mask_B1QX = mask_BQ.repeat_interleave(self.block_size, 1)[:, None]
         hidden_BQD = self.through_layers(hidden_BQD, context_BTD, places_BQ, positions_BT, mask_B1QX)
         features_BNSD = hidden_BQD.unflatten(1, blocks_BNS.shape[1:])
-        return features_BNSD[row_X, number_X, 1:]
+        return features_BNSD[row_X, number_X, self.first_slot :]
 
     def through_layers(
         self, hidden_BQD: Tensor, context_BTD: Tensor, places_BQ: Tensor, positions_BT: Tensor, mask_B1QX: Tensor | None
@@ -206,6 +213,12 @@ class DFlashHeads(AuxiliaryHeads):
         normed_BQD: Tensor = self.norm(hidden_BQD)
         return normed_BQD
 
+    def stored_config(self) -> dict[str, Any]:
+        """Return the entries of `config.json` that are specific to the architecture."""
+        # ids count the outputs of layers
+        section = {BLOCK: self.block_size, MASK: self.mask, LAYER_IDS: [layer - 1 for layer in self.layers]}
+        return {BLOCK: self.block_size, SETTINGS: section}
+
     def _split(self, states_BTO: Tensor) -> Tensor:
         return states_BTO.unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2)
 
@@ -231,12 +244,10 @@ def save_dflash(heads: DFlashHeads, directory: Path) -> None:
     stored = {name.replace("layer_stack.", "layers."): tensor for name, tensor in heads.stored_tensors().items()}
     save_file(stored, directory / WHOLE_FILES[0], metadata={"format": "pt"})
     config = heads.config.to_diff_dict() | {
-        "architectures": [DFLASH],
+        "architectures": [heads.architecture],
         "dtype": str(stored["fc.weight"].dtype).removeprefix("torch."),
         "draft_vocab_size": len(stored[HEAD]) if HEAD in stored else None,
-        BLOCK: heads.block_size,
-        # ids count the outputs of layers
-        SETTINGS: {BLOCK: heads.block_size, MASK: heads.mask, LAYER_IDS: [layer - 1 for layer in heads.layers]},
+        **heads.stored_config(),
     }
     (directory / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
@@ -248,10 +259,17 @@ def load_dflash(directory: Path, dtype: torch.dtype | None = None) -> DFlashHead
     """
     directory = Path(directory)
     stored, config = load_file(directory / WHOLE_FILES[0]), Qwen3Config.from_pretrained(directory)
-    layers, mask, block_size = dflash_settings(directory)
-    heads = DFlashHeads(config, layers, mask, block_size, draft_tokens_in(stored))
+    heads = DFlashHeads(config, *dflash_settings(directory), draft_tokens_in(stored))
+    return fill_dflash(heads, stored, directory).to(dtype=dtype).eval()
+
+
+Block = TypeVar("Block", bound=DFlashHeads)
+
+
+def fill_dflash(heads: Block, stored: dict[str, Tensor], directory: Path) -> Block:
+    """Load stored tensors into a drafter. Raises ValueError if a tensor is invalid."""
     stored = {name.replace("layers.", "layer_stack.", 1): tensor for name, tensor in stored.items()}
-    return fill_heads(heads, stored, directory).to(dtype=dtype).eval()
+    return fill_heads(heads, stored, directory)
 
 
 def dflash_settings(directory: Path) -> tuple[list[int], int, int]:
@@ -263,7 +281,7 @@ def dflash_settings(directory: Path) -> tuple[list[int], int, int]:
     config = read_json(path)
     section = config.get(SETTINGS)
     section = section if isinstance(section, dict) else {}
-    named, mask = section.get(LAYER_IDS), section.get(MASK)
+    named, mask = (section.get(key, config.get(key)) for key in (LAYER_IDS, MASK))
     if not isinstance(named, list) or not named or not all(type(layer) is int and layer >= 0 for layer in named):
         raise ValueError(f"{path}: {SETTINGS}.{LAYER_IDS} must be a list of layers of the target, got {named!r}")
     size = section.get(BLOCK, config.get(BLOCK))

@@ -30,7 +30,8 @@ _UNREADABLE = (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueErr
 
 EAGLE = "LlamaForCausalLMEagle3"
 DFLASH = "DFlashDraftModel"
-"""Architecture names in the configs of EAGLE-3 heads and DFlash drafters."""
+DSPARK = "Qwen3DSparkModel"
+"""Architecture names in the configs of EAGLE-3 heads, DFlash drafters and DSpark drafters."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,16 @@ def is_eagle(directory: Path) -> bool:
 def is_dflash(directory: Path) -> bool:
     """Check if the config in a folder describes a DFlash drafter. Raises ValueError if the config cannot be read."""
     return _has_architecture(directory, DFLASH)
+
+
+def is_dspark(directory: Path) -> bool:
+    """Check if the config in a folder is that of a DSpark drafter. Raises ValueError if it cannot be read."""
+    return _has_architecture(directory, DSPARK)
+
+
+def drafts_blocks(directory: Path) -> bool:
+    """Check if the config in a folder is that of a DFlash or DSpark drafter. Raises ValueError if it is unreadable."""
+    return is_dflash(directory) or is_dspark(directory)
 
 
 def _has_architecture(directory: Path, name: str) -> bool:

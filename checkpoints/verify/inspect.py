@@ -51,7 +51,7 @@ def _kind_faults(directory: Path, manifest: Manifest) -> list[str]:
     files, form = set(manifest.files), manifest.kind
     if form in ("drafter", "target"):
         form = "adapter" if ADAPTER_CONFIG in files else "model"
-    if manifest.shapes.get("architecture") in ("eagle3", "dflash"):
+    if manifest.shapes.get("architecture") in ("eagle3", "dflash", "dspark"):
         form = "model"
     lacking = [" or ".join(names) for names in _NEEDED[form] if not files & set(names)]
     return [f"{directory} lacks {name}, which a {manifest.role} artifact requires" for name in lacking]

@@ -1,7 +1,8 @@
-"""DFlash drafter: a model that drafts a block of tokens with one forward, given hidden states of the target.
+"""DFlash and DSpark drafters, which draft a block of tokens with one forward, given hidden states of the target.
 
-Shape letters: B batch, M tokens, X = B · M, S slots of a block, K = S - 1 draft tokens, D hidden, G auxiliary hidden
-states of the target, R draft vocabulary.
+Shape letters: B batch, M tokens, X = B · M, S slots of a block, K draft tokens, D hidden, G auxiliary hidden states of
+the target, V vocabulary, R draft vocabulary, F rank of the Markov head, Y outputs of a slot: R logits and, with a
+confidence head, its logit.
 """
 
 from typing import Any
@@ -11,6 +12,7 @@ from torch import Tensor
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from ...checkpoints.heads.dflash import DFlashHeads
+from ...checkpoints.heads.dspark import DSparkHeads
 from .base import LanguageModel
 from .kv_cache import KVCache
 from .lean import LeanDecoder
@@ -30,7 +32,8 @@ class DFlashDrafter(LeanDecoder):
     max_draft_tokens: int
 
     def __init__(self, heads: DFlashHeads) -> None:
-        self.required_aux_layers, self.max_draft_tokens = heads.layers, heads.block_size - 1
+        self.required_aux_layers, self.max_draft_tokens = heads.layers, heads.num_heads
+        self._first_slot = heads.first_slot
         self.vocab_size, self._kept_R, self._mask_token = heads.vocab_size, heads.proposed, heads.mask
         weight_DG = heads.fc.weight.detach()
         head_RD, int8 = heads.projection().to(weight_DG.dtype), is_int8(heads)
@@ -63,20 +66,57 @@ class DFlashDrafter(LeanDecoder):
             cache.write(index, key_BHME, value_BHME, 0)
 
     def draft_block(self, cache: KVCache, root_B1: Tensor, count: int) -> Tensor:
-        """Return logits [B, count, R] over the draft vocabulary for the `count` tokens after the root."""
-        masks_BK = torch.full_like(root_B1, self._mask_token).expand(-1, count)
-        return self.extend(cache, torch.cat((root_B1, masks_BK), 1))[:, 1:]
+        """Return outputs [B, count, Y] for the `count` tokens after the root, which follows the cached tokens."""
+        masks_BM = torch.full_like(root_B1, self._mask_token).expand(-1, count - 1 + self._first_slot)
+        return self.extend(cache, torch.cat((root_B1, masks_BM), 1))[:, self._first_slot :]
+
+    def after(self, outputs_BMY: Tensor, tokens_BM: Tensor) -> Tensor:
+        """Return the outputs [B, M, Y] of slots, given the tokens before them. DFlash does not depend on them."""
+        return outputs_BMY
 
     def _forward(self, *inputs: Any) -> Tensor:
         return super().draft_logits(super()._forward(*inputs))[0]
 
-    def draft_logits(self, logits_XR: Tensor) -> tuple[Tensor, Tensor | None]:
-        return logits_XR, self._kept_R
+    def draft_logits(self, outputs_XY: Tensor) -> tuple[Tensor, Tensor | None]:
+        return outputs_XY[..., : self.draft_vocab_size], self._kept_R
 
     def draft_forwards(self, widths: list[int]) -> list[tuple[LanguageModel, int]]:
-        return [(self, 1 + len(widths))]
+        return [(self, self._first_slot + len(widths))]
 
     def _mask(self, cache: KVCache, bias_BMn: Tensor | None, start: int, stop: int, end: int) -> Tensor | None:
         """Return a mask with which each token attends to all committed tokens and to the whole block."""
         all_1Mn = torch.zeros(1, stop - start, stop, device=self.device)
         return LanguageModel._mask(self, cache, all_1Mn, start, stop, end)
+
+
+class DSparkDrafter(DFlashDrafter):
+    """Drafter that runs `DSparkHeads`: a DFlash drafter whose logits depend on the token before each slot."""
+
+    def __init__(self, heads: DSparkHeads) -> None:
+        super().__init__(heads)
+        proj_E = heads.confidence_head.proj.weight.detach()[0].to(self.dtype)
+        hidden_D, self._factors_VF = proj_E[: heads.hidden_size], heads.markov_head.markov_w1.weight.detach()
+        self._confidence_D, self._bias = hidden_D, self._product(heads.markov_weight.detach())
+        # the part of the confidence that depends on the token before the slot
+        self._confidence_V = self._factors_VF.to(self.dtype) @ proj_E[heads.hidden_size :]
+        self._confidence_V += heads.confidence_head.proj.bias.detach().to(self.dtype)
+
+    def _forward(self, *inputs: Any) -> Tensor:
+        hidden_BMD = LeanDecoder._forward(self, *inputs)
+        return torch.cat(
+            (LeanDecoder.draft_logits(self, hidden_BMD)[0], (hidden_BMD @ self._confidence_D)[..., None]), -1
+        )
+
+    def after(self, outputs_BMY: Tensor, tokens_BM: Tensor) -> Tensor:
+        factors_XF = self._factors_VF[tokens_BM.flatten()].to(self.dtype)
+        bias_BMR = self._bias(factors_XF).view(*tokens_BM.shape, -1)
+        return outputs_BMY + torch.cat((bias_BMR, self._confidence_V[tokens_BM][..., None]), -1)
+
+    def confidence(self, outputs_XY: Tensor) -> Tensor:
+        """Return the acceptance probabilities [X] that the confidence head predicts for slots, float32."""
+        return outputs_XY[..., -1].float().sigmoid()
+
+
+def block_drafter(heads: DFlashHeads) -> DFlashDrafter:
+    """Return the drafter of DFlash or DSpark heads."""
+    return DSparkDrafter(heads) if isinstance(heads, DSparkHeads) else DFlashDrafter(heads)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..engine import Context, Proposal, Verdict
 from ..models.base import LanguageModel
+from ..models.dflash import DSparkDrafter
 from ..rng import categorical
 from ..tree import Tree
 from ..warpers import Sampling, warp
@@ -63,8 +64,7 @@ class AdaptiveChain(DrafterProposer):
         for level in range(self.gamma):
             logits_BMV = self.model.logits(hidden_BMD)
             draft_BMV = warp(logits_BMV, sampling)
-            certain_BMV = warp(logits_BMV, Sampling(temperature=1.0)) if sampling.greedy else draft_BMV
-            confidences.append(certain_BMV.amax(-1))
+            confidences.append(self._confidence(hidden_BMD, logits_BMV, draft_BMV, sampling))
             open_B = open_B & self._continues(draft_BMV[:, 0], confidences[-1][:, 0], level)
             if stops and not bool(open_B.any()):
                 break
@@ -80,6 +80,11 @@ class AdaptiveChain(DrafterProposer):
         results = torch.cat(confidences, 1), torch.cat((none_B0, *tokens), 1), valid_BK
         return results if sampling.greedy else (*results, torch.cat(probs or [draft_BMV[:, :0]], 1))
 
+    def _confidence(self, hidden_BMD: Tensor, logits_BMV: Tensor, draft_BMV: Tensor, sampling: Sampling) -> Tensor:
+        """Return the confidence [B, M] in the next token, which must not depend on its sampled value."""
+        certain_BMV = warp(logits_BMV, Sampling(temperature=1.0)) if sampling.greedy else draft_BMV
+        return certain_BMV.amax(-1)
+
     def _continues(self, draft_BV: Tensor, confidence_B: Tensor, level: int) -> Tensor:
         """Return a bool mask [B] of the rows that draft a token at this level, given its warped distribution."""
         return confidence_B >= self._threshold
@@ -92,12 +97,63 @@ class AdaptiveChain(DrafterProposer):
         return [*self.model.draft_forwards([1] * min(self.gamma, round(nodes)))]
 
 
-class OracleChain(AdaptiveChain):
+class _OptimalChain(AdaptiveChain):
+    """Base class of chains that grow as long as the expected number of tokens per unit of time increases.
+
+    A chain of γ tokens with acceptance rates β₁, β₂ … yields 1 + Σ β₁⋯βᵢ tokens (arXiv 2211.17192, section 3.5) in the
+    time of `fixed_cost` + γ · `cost` target forwards.
+    """
+
+    _fixed_cost: float
+    _cost: float
+
+    def _run(self, context: Context, *inputs: Tensor) -> tuple[Tensor, ...]:
+        self._reach_B = torch.ones(len(context.lengths), device=context.ids_BS.device)
+        self._expected_B = torch.ones_like(self._reach_B)
+        return self._grow(context.sampling, *inputs)
+
+    def _pays(self, rate_B: Tensor, level: int) -> Tensor:
+        """Return a mask of the rows to extend by a token with acceptance rates `rate_B`, which are then recorded."""
+        gain_B = self._reach_B * rate_B
+        pays_B = gain_B * (self._fixed_cost + self._cost * level) > self._cost * self._expected_B
+        self._reach_B, self._expected_B = gain_B, self._expected_B + gain_B
+        return pays_B
+
+
+class ConfidenceChain(_OptimalChain):
+    """Proposer of chains of optimal length for the acceptance rates that a drafter's confidence head predicts (DSpark).
+
+    Drafting takes one forward for any length, so that an additional token costs `token_cost` only.
+
+    Raises:
+        ValueError: The drafter has no confidence head, or a cost is out of range.
+    """
+
+    model: DSparkDrafter
+
+    def __init__(self, model: LanguageModel, gamma: int, draft_cost: float, token_cost: float) -> None:
+        if not isinstance(model, DSparkDrafter):
+            raise ValueError("`policy: confidence-head` requires a drafter with a confidence head (DSpark)")
+        _check_costs(draft_cost, token_cost)
+        super().__init__(model, gamma, 0.0)
+        self._fixed_cost, self._cost = 1 + draft_cost, token_cost
+
+    def _confidence(self, hidden_BMD: Tensor, logits_BMV: Tensor, draft_BMV: Tensor, sampling: Sampling) -> Tensor:
+        return self.model.confidence(hidden_BMD)
+
+    def _continues(self, draft_BV: Tensor, confidence_B: Tensor, level: int) -> Tensor:
+        return self._pays(confidence_B, level)
+
+
+def _check_costs(draft_cost: float, token_cost: float) -> None:
+    if draft_cost <= 0 or token_cost < 0:
+        raise ValueError(f"draft_cost must be above 0 and token_cost at least 0, got {draft_cost} and {token_cost}")
+
+
+class OracleChain(_OptimalChain):
     """Proposer of chains of optimal length for the true acceptance rates, an upper bound for adaptive drafting.
 
-    A chain of γ tokens with acceptance rates β₁, β₂ … yields 1 + Σ β₁⋯βᵢ tokens in the time of 1 + cγ target forwards
-    (arXiv 2211.17192, section 3.5). Drafting stops when another token would not increase tokens per time. The forwards
-    that compute the true rates Σ min(p, q) are not counted.
+    The forwards that compute the true rates Σ min(p, q) are not counted.
 
     Args:
         draft_cost: Cost c of a forward of the drafter, relative to a forward of the target.
@@ -105,10 +161,9 @@ class OracleChain(AdaptiveChain):
     """
 
     def __init__(self, model: LanguageModel, gamma: int, draft_cost: float, token_cost: float) -> None:
-        if draft_cost <= 0 or token_cost < 0:
-            raise ValueError(f"draft_cost must be above 0 and token_cost at least 0, got {draft_cost} and {token_cost}")
+        _check_costs(draft_cost, token_cost)
         super().__init__(model, gamma, 0.0)
-        self._cost = draft_cost + token_cost
+        self._fixed_cost, self._cost = 1.0, draft_cost + token_cost
 
     def start(self, context: Context) -> None:
         super().start(context)
@@ -116,18 +171,13 @@ class OracleChain(AdaptiveChain):
         self._sampling, self._watch = context.sampling, context.watch
 
     def _run(self, context: Context, *inputs: Tensor) -> tuple[Tensor, ...]:
-        self._reach_B = torch.ones(len(context.lengths), device=context.ids_BS.device)
-        self._expected_B = torch.ones_like(self._reach_B)
         self._hidden_BD = self._peek.read_root(context)
-        return self._grow(context.sampling, *inputs)
+        return super()._run(context, *inputs)
 
     def _continues(self, draft_BV: Tensor, confidence_B: Tensor, level: int) -> Tensor:
         logits_BV = self._peek.model.logits(self._hidden_BD[:, None])[:, 0]
         self._watch("the target's", logits_BV.amax(-1, True), level)
-        gain_B = self._reach_B * torch.minimum(warp(logits_BV, self._sampling), draft_BV).sum(-1)
-        pays_B = gain_B * (1 + self._cost * level) > self._cost * self._expected_B
-        self._reach_B, self._expected_B = gain_B, self._expected_B + gain_B
-        return pays_B
+        return self._pays(torch.minimum(warp(logits_BV, self._sampling), draft_BV).sum(-1), level)
 
     def _after_draft(self, tokens_B1: Tensor, level: int) -> None:
         self._hidden_BD = self._peek.grow(tokens_B1, self._tree, level + 1)[:, -1]

@@ -3,7 +3,8 @@
 Drafters that use the target's hidden states (EAGLE) skip the first token, because no hidden state precedes it. Their
 token j is stored in slot j − 1. Accepted draft tokens are run again with the target's hidden states.
 
-Shape letters: B batch, M new nodes, N nodes that were run, K depth, D hidden, V vocabulary, R draft vocabulary.
+Shape letters: B batch, M new nodes, N nodes that were run, K depth, D hidden, V vocabulary, R draft vocabulary, Y
+outputs of a slot of a block.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -163,7 +164,8 @@ class DraftState:
 class BlockState(DraftState):
     """Cache of a drafter that drafts a block of tokens with one forward (`DFlashDrafter`).
 
-    All nodes of a level have the same logits. `read_root` and `grow` return these logits instead of hidden states.
+    The outputs of a slot, which include the logits, belong to all nodes of a level, and are then changed by
+    `DFlashDrafter.after`. `read_root` and `grow` return these outputs instead of hidden states.
     """
 
     model: DFlashDrafter
@@ -187,7 +189,7 @@ class BlockState(DraftState):
         self._read = [length - 1 for length in context.lengths]
 
     def read_root(self, context: Context) -> Tensor:
-        """Add newly committed tokens to the cache, and draft a block. Return the logits [B, R] of its first token."""
+        """Add newly committed tokens to the cache, and draft a block. Return the outputs [B, Y] of its first token."""
         ends = [length - 1 for length in context.lengths]
         if pending := max(end - read for end, read in zip(ends, self._read, strict=True)):
             # Rows with fewer new tokens add some again. What short rows add after their end is overwritten.
@@ -199,14 +201,14 @@ class BlockState(DraftState):
             )
         self.cache.set_lengths(ends)
         self._read, self._levels = ends, 0
-        self._logits_BKR = self.model.draft_block(self.cache, context.root_B1, self._depth)
-        return self._logits_BKR[:, 0]
+        self._outputs_BKY = self.model.draft_block(self.cache, context.root_B1, self._depth)
+        return self.model.after(self._outputs_BKY[:, :1], context.root_B1)[:, 0]
 
     def grow(self, tokens_BM: Tensor, tree: Tree, start: int) -> Tensor:
-        """Return the logits [B, M, R] after nodes start to start + M - 1. They depend only on the depth of a node."""
+        """Return the outputs [B, M, Y] after nodes start to start + M - 1, given their depths and tokens."""
         depth_BM = tree.depth_BN[:, start : start + tokens_BM.shape[1]].clamp(max=self._depth - 1)
         rows_B1 = torch.arange(len(tokens_BM), device=tokens_BM.device)[:, None]
-        return self._logits_BKR[rows_B1, depth_BM]
+        return self.model.after(self._outputs_BKY[rows_B1, depth_BM], tokens_BM)
 
     def run_captured(
         self, tree: Tree, key: Hashable, run: Callable[..., tuple[Tensor, ...]], hidden_BD: Tensor, *inputs: Tensor

@@ -17,7 +17,7 @@ from ...decode.evaluation.measure import decode_prompt
 from ...decode.evaluation.metrics import total
 from ...decode.methods import Parts, build_method
 from ...decode.models.base import LanguageModel
-from ...decode.models.dflash import DFlashDrafter
+from ...decode.models.dflash import block_drafter
 from ...decode.models.eagle import EagleDrafter
 from ...decode.models.final_norm import parse_layers
 from ...decode.models.loading import wrap_model
@@ -76,8 +76,8 @@ def heads_measure(recipe: HeadsRecipe, target: PreTrainedModel, tokenizer: Any, 
     """Return a function that measures the acceptance of prediction heads by decoding held-out prompts.
 
     Medusa heads are measured in Medusa decoding and, if `measure.sequences` is set, in SLiM decoding
-    (`slim_tokens_per_step`). EAGLE-3 heads and DFlash drafters are measured in speculative
-    decoding.
+    (`slim_tokens_per_step`). EAGLE-3 heads, DFlash and DSpark drafters are measured in
+    speculative decoding.
     """
     section = recipe.measure
     # The optimised forward pass copies weights, but training with `base` changes the weights of the target.
@@ -86,7 +86,7 @@ def heads_measure(recipe: HeadsRecipe, target: PreTrainedModel, tokenizer: Any, 
     rows: list[_Row] = [("", "medusa", {"tree": _tree(recipe)})]
     if recipe.architecture != "medusa":
         scorer = wrap_model(target, fast=fast, aux_layers=parse_layers(states_read(recipe)))
-        gamma = min(section.gamma, recipe.num_heads) if recipe.architecture == "dflash" else section.gamma
+        gamma = min(section.gamma, recipe.num_heads) if recipe.drafts_blocks else section.gamma
         rows = [("", "speculative", {"gamma": gamma})]
     else:
         scorer = wrap_model(target, fast=fast, states=recipe.states)
@@ -98,8 +98,8 @@ def heads_measure(recipe: HeadsRecipe, target: PreTrainedModel, tokenizer: Any, 
     def parts_of(heads: Any) -> Parts:
         if recipe.architecture == "eagle3":
             return Parts(drafter=EagleDrafter(heads))
-        if recipe.architecture == "dflash":
-            return Parts(drafter=DFlashDrafter(heads))
+        if recipe.drafts_blocks:
+            return Parts(drafter=block_drafter(heads))
         if next(heads.parameters()).dtype != scorer.dtype:  # trained in float32, saved in the target's dtype
             heads = copy.deepcopy(heads).to(scorer.dtype)
             attach_projection(heads, target, scorer.device)

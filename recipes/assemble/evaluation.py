@@ -17,10 +17,11 @@ from ...checkpoints.artifact.artifact import check_target, load_manifest, open_a
 from ...checkpoints.artifact.locate import model_source, resolve
 from ...checkpoints.artifact.manifest import Manifest
 from ...checkpoints.artifact.model_ref import ModelRef, resolve_model, tokenizer_fingerprint
-from ...checkpoints.heads.dflash import dflash_settings, load_dflash
+from ...checkpoints.heads.dflash import dflash_settings
+from ...checkpoints.heads.dspark import load_block_drafter
 from ...checkpoints.heads.eagle import eagle_layers, load_eagle
 from ...checkpoints.heads.files import load_heads
-from ...checkpoints.heads.layouts import is_dflash, is_eagle
+from ...checkpoints.heads.layouts import drafts_blocks, is_eagle
 from ...checkpoints.pairs.by_text import TextTranslation
 from ...checkpoints.storage.names import MANIFEST_FILE
 from ...checkpoints.table.table import BigramTable
@@ -32,7 +33,7 @@ from ...decode.engine import Limits
 from ...decode.evaluation.measure import Entry, sample_texts
 from ...decode.methods import Parts, build_method, method_config
 from ...decode.models.base import LanguageModel, check_same_vocabulary
-from ...decode.models.dflash import DFlashDrafter
+from ...decode.models.dflash import block_drafter
 from ...decode.models.eagle import EagleDrafter
 from ...decode.models.graphs import GraphedModel
 from ...decode.models.loading import load_model, storage_dtype, wrap_model
@@ -114,7 +115,7 @@ def _layers_read(drafters: Iterable[str]) -> tuple[int, ...]:
     """Return the target layers whose hidden states drafters read. Raise ValueError if the drafters differ."""
     folders = [Path(locate_part(source, "drafter")) for source in drafters]
     read = {tuple(eagle_layers(folder)) for folder in folders if is_eagle(folder)}
-    read |= {tuple(dflash_settings(folder)[0]) for folder in folders if is_dflash(folder)}
+    read |= {tuple(dflash_settings(folder)[0]) for folder in folders if drafts_blocks(folder)}
     if len(read) > 1:
         raise ValueError(f"all drafters of an evaluation must read the same layers of the target, got {sorted(read)}")
     return read.pop() if read else ()
@@ -139,11 +140,11 @@ def _open_drafter(
     model: PreTrainedModel,
     tokenizer: Any,
 ) -> tuple[ModelRef, LanguageModel]:
-    """Load a draft model, EAGLE-3 heads or a DFlash drafter. `fits` checks an artifact's manifest for the target."""
+    """Load a draft model, EAGLE-3 heads or a block drafter. `fits` checks an artifact's manifest for the target."""
     drafter: LanguageModel
-    block = is_dflash(Path(location := locate_part(source, "drafter")))
+    block = drafts_blocks(Path(location := locate_part(source, "drafter")))
     if block or is_eagle(Path(location)):
-        read: Callable[[Path], Any] = load_dflash if block else load_eagle
+        read: Callable[[Path], Any] = load_block_drafter if block else load_eagle
         ref, (manifest, heads) = _open_part(source, "heads", read, location)
         weights = (model.get_input_embeddings().weight, model.get_output_embeddings().weight)
         named = recipe.drafter_dtype
@@ -151,7 +152,7 @@ def _open_drafter(
         heads = heads.to(target.device, dtype or target.weights_dtype).attach(*weights)
         if (recipe.drafter_dtype or recipe.dtype) == "int8":
             round_to_int8(heads)
-        drafter = (DFlashDrafter if block else EagleDrafter)(heads.requires_grad_(False))
+        drafter = (block_drafter if block else EagleDrafter)(heads.requires_grad_(False))
         if isinstance(target, GraphedModel) and not block:
             drafter = GraphedModel(drafter)
     else:

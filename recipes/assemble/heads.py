@@ -14,14 +14,16 @@ from ...checkpoints.artifact.compat import save_tokenizer
 from ...checkpoints.artifact.model_ref import resolve_model
 from ...checkpoints.heads.auxiliary import AuxiliaryHeads
 from ...checkpoints.heads.dflash import DFlashHeads, save_dflash
+from ...checkpoints.heads.dspark import DSparkHeads
 from ...checkpoints.heads.eagle import EagleHeads, save_eagle
 from ...checkpoints.heads.files import PredictionHeads, save_heads
 from ...checkpoints.heads.logits import LogitShape
+from ...checkpoints.table.table import BigramTable
 from ...data.blocks.packing import PADDING
 from ...train.config import Medusa2
 from ...train.forward.packed import PackedForward
 from ...train.parallel.accelerate import zero_stage
-from ...train.tasks.dflash import DFlashTask
+from ...train.tasks.dflash import DFlashTask, DSparkTask
 from ...train.tasks.heads import EagleTask, HeadsTask
 from ...train.tasks.medusa2 import Medusa2Task
 from ..schema.training import HeadsRecipe, ModelSection
@@ -34,6 +36,7 @@ from .teacher import open_hidden
 
 BASE = "base"
 """Subdirectory of the artifact for a target that is trained jointly with its heads."""
+_FIT_BLOCKS = 8  # of the training data, for the scale of the Markov head's start
 
 
 def _check_launch(recipe: HeadsRecipe, task: HeadsTask, accelerator: Any) -> None:
@@ -100,6 +103,14 @@ def _make_task(recipe: HeadsRecipe, tokenizer: Any, prepared: Prepared, target: 
     task: HeadsTask
     if recipe.architecture == "dflash":
         task = DFlashTask(target, heads, heldout, states=states, anchors=recipe.anchors, dynamic=dynamic, **common)
+    elif recipe.architecture == "dspark":
+        common |= {"anchors": recipe.anchors, "confidence_weight": recipe.dspark.confidence_weight}
+        if recipe.dspark.markov_start is not None:
+            rows = range(min(_FIT_BLOCKS, prepared.train.blocks))
+            common["table"] = BigramTable.load(Path(recipe.dspark.markov_start))
+            common["fit_batch"] = prepared.train.batch(rows).to(target.device)
+        task = DSparkTask(target, heads, heldout, states=states, **common)
+        task.settings["dspark"] = recipe.dspark.model_dump(mode="json")
     elif recipe.architecture == "eagle3":
         task = EagleTask(target, heads, heldout, states=states, **common)
     elif recipe.base is None:
@@ -134,19 +145,7 @@ def _new_heads(recipe: HeadsRecipe, target: Any, prepared: Prepared) -> Predicti
     """Create heads initialised from the target, in float32, because 16-bit weights would lose small updates."""
     weight_VD = target.get_output_embeddings().weight.detach()
     if recipe.architecture != "medusa":
-        proposed = None
-        if recipe.vocabulary is not None and recipe.vocabulary.tokens is not None:
-            proposed = frequent_tokens(recipe.vocabulary.tokens, len(weight_VD), prepared, "heads")
-        torch.manual_seed(recipe.train.seed)
-        aux: EagleHeads | DFlashHeads
-        if recipe.architecture == "eagle3":
-            aux = EagleHeads.for_target(target.config, recipe.layers, proposed, recipe.num_heads, recipe.norms)
-        else:
-            mask = choose_mask("mask_token", recipe.mask_token, prepared, len(weight_VD), "heads")
-            sizes = (mask, recipe.num_heads + 1, recipe.num_layers, recipe.layers)
-            aux = DFlashHeads.for_target(target.config.get_text_config(decoder=True), *sizes, proposed)
-        aux = aux.to(target.device).attach(target.get_input_embeddings().weight, weight_VD)
-        return aux.begin_as(target)
+        return _new_auxiliary(recipe, target, prepared)
     shape, scale = LogitShape.of(target.config.get_text_config(decoder=True)), 1.0
     start_VD = weight_VD.float() * shape.scale
     if recipe.states == "before-norm":
@@ -160,6 +159,28 @@ def _new_heads(recipe: HeadsRecipe, target: Any, prepared: Prepared) -> Predicti
         head = target.get_output_embeddings()
         heads.attach(head.weight, head.bias, shape)
     return heads
+
+
+def _new_auxiliary(recipe: HeadsRecipe, target: Any, prepared: Prepared) -> AuxiliaryHeads:
+    """Create EAGLE-3 heads or a block drafter, initialised from the target, in float32."""
+    weight_VD, proposed = target.get_output_embeddings().weight.detach(), None
+    if recipe.vocabulary is not None and recipe.vocabulary.tokens is not None:
+        proposed = frequent_tokens(recipe.vocabulary.tokens, len(weight_VD), prepared, "heads")
+    torch.manual_seed(recipe.train.seed)
+    heads: EagleHeads | DFlashHeads
+    if recipe.architecture == "eagle3":
+        heads = EagleHeads.for_target(target.config, recipe.layers, proposed, recipe.num_heads, recipe.norms)
+    else:
+        mask = choose_mask("mask_token", recipe.mask_token, prepared, len(weight_VD), "heads")
+        kind, size, options = DFlashHeads, recipe.num_heads + 1, dict[str, Any]()
+        if recipe.architecture == "dspark":
+            from_anchor = recipe.dspark.sample_from_anchor
+            kind, size = DSparkHeads, recipe.num_heads + (not from_anchor)
+            options = {"rank": recipe.dspark.markov_rank, "from_anchor": from_anchor}
+        sizes = (mask, size, recipe.num_layers, recipe.layers, proposed)
+        heads = kind.for_target(target.config.get_text_config(decoder=True), *sizes, **options)
+    heads = heads.to(target.device).attach(target.get_input_embeddings().weight, weight_VD)
+    return heads.begin_as(target)
 
 
 @torch.no_grad()

@@ -50,7 +50,7 @@ def states_read(recipe: HeadsRecipe) -> str:
     if recipe.architecture == "medusa":
         return recipe.states
     config = AutoConfig.from_pretrained(model_source(recipe.target, weights=False)).get_text_config()
-    default = {"eagle3": eagle.default_layers, "dflash": dflash.default_layers}[recipe.architecture]
+    default = dflash.default_layers if recipe.drafts_blocks else eagle.default_layers
     layers = default(config.num_hidden_layers) if recipe.layers is None else recipe.layers
     return "-".join(["layers", *map(str, layers)])
 

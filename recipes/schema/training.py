@@ -274,18 +274,36 @@ class BaseSection(_Medusa2):
         return self
 
 
+class DSparkSection(Section):
+    """Settings of `architecture: dspark`."""
+
+    markov_rank: int = Field(256, ge=1)
+    """Rank of the Markov head, which adds a bigram bias to the logits of a slot, given the token before it."""
+    markov_start: str | None = None
+    """Directory of a correlation table, from which the Markov head is initialised (default: random weights)."""
+    confidence_weight: float = Field(1.0, gt=0)
+    """Weight of the loss of the confidence head, which predicts the acceptance rate of each slot."""
+    sample_from_anchor: bool = True
+    """If true, the slot of the newest token also predicts a token. Otherwise it is unused, as with `dflash`."""
+
+
+DSPARK_OBJECTIVE = {"cross-entropy": 0.1, "total-variation": 1.8}
+"""Default objective of `architecture: dspark`, as in SpecForge: 0.1 · cross-entropy + 0.9 · Σ |p − q|."""
 _MEDUSA = ("base", "num_layers", "projection", "rank", "states")
 _EAGLE3 = ("layers", "norms")
 _DFLASH = ("layers", "num_layers", "anchors", "mask_token", "slot_weights")
+_DSPARK = ("layers", "num_layers", "anchors", "mask_token", "dspark")
 
 
 class HeadsRecipe(_Recipe):
-    """Recipe that trains Medusa or SLiM heads, EAGLE-3 heads, or a DFlash drafter on hidden states of a target."""
+    """Recipe that trains Medusa, SLiM or EAGLE-3 heads, or a DFlash or DSpark drafter on a target's hidden states."""
 
     kind: Literal["heads"]
-    architecture: Literal["medusa", "eagle3", "dflash"] = "medusa"
+    architecture: Literal["medusa", "eagle3", "dflash", "dspark"] = "medusa"
     """`medusa`: independent heads. `eagle3`: one decoder layer that drafts autoregressively. `dflash`: decoder layers
-    that draft a block of tokens with one forward. `projection`, `rank` and `states` apply to `medusa` only."""
+    that draft a block of tokens with one forward. `dspark`: `dflash` with a Markov head and a confidence head. Options
+    of `dflash` also apply to `dspark`. `projection`, `rank` and `states` apply to `medusa` only."""
+    dspark: DSparkSection = DSparkSection()
     layers: list[int] | None = None
     """Layers of the target whose inputs `eagle3` and `dflash` use, counted from 0 (default for `eagle3`: layer 2, the
     middle layer and the third from the end; for `dflash`: up to five evenly spaced layers)."""
@@ -306,7 +324,7 @@ class HeadsRecipe(_Recipe):
     """Data type of the target and of the saved heads; auto uses the type of the files. Heads are trained in float32."""
     num_heads: int = Field(4, ge=1)
     """Number of heads; head k predicts the token k + 2 positions ahead (k from 0). With `eagle3`: TTT steps. With
-    `dflash`: draft tokens per block, which is `block_size` − 1 in the config."""
+    `dflash`: draft tokens per block, which is `block_size` − 1 in the config. With `dspark`: `block_size`."""
     num_layers: int = Field(1, ge=0)
     """Number of residual blocks per head. With `dflash`: number of decoder layers."""
     projection: Literal["own", "low-rank", "target"] = "own"
@@ -331,16 +349,28 @@ class HeadsRecipe(_Recipe):
     def tokenizer_source(self) -> str:
         return self.target
 
+    @property
+    def drafts_blocks(self) -> bool:
+        """True for architectures that draft a block of tokens with one forward."""
+        return self.architecture in ("dflash", "dspark")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _default_objective(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("architecture") == "dspark":
+            return {"objective": DSPARK_OBJECTIVE} | values
+        return values
+
     @model_validator(mode="after")
     def _consistent(self) -> HeadsRecipe:
-        accepted = {"medusa": _MEDUSA, "eagle3": _EAGLE3, "dflash": _DFLASH}[self.architecture]
-        for name in dict.fromkeys((*_MEDUSA, *_EAGLE3, *_DFLASH)):
+        accepted = {"medusa": _MEDUSA, "eagle3": _EAGLE3, "dflash": _DFLASH, "dspark": _DSPARK}[self.architecture]
+        for name in dict.fromkeys((*_MEDUSA, *_EAGLE3, *_DFLASH, *_DSPARK)):
             if name not in accepted and getattr(self, name) != HeadsRecipe.model_fields[name].default:
                 raise ValueError(f"`{name}` does not apply to `architecture: {self.architecture}`: remove it")
         if {"fc_norm", "norm_before_fc"} <= set(self.norms):
             raise ValueError("`norms` cannot contain both `fc_norm` and `norm_before_fc`: remove one of them")
-        if self.architecture == "dflash" and self.num_layers == 0:
-            raise ValueError("`num_layers` must be at least 1 with `architecture: dflash`, got 0")
+        if self.drafts_blocks and self.num_layers == 0:
+            raise ValueError(f"`num_layers` must be at least 1 with `architecture: {self.architecture}`, got 0")
         if self.slot_weights == "d-pace" and set(self.objective) != {"cross-entropy"}:
             raise ValueError(f"`slot_weights: d-pace` requires cross-entropy as the objective, got {self.objective}")
         if (self.projection == "low-rank") != (self.rank > 0):

@@ -13,12 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from draftsmith.checkpoints.heads.dflash import DFlashHeads
 from draftsmith.checkpoints.table.table import BigramTable
 from draftsmith.checkpoints.table.texts import TextStore
 from draftsmith.decode.engine import Chains, Limits, Proposal, Verifier, generate
 from draftsmith.decode.methods import METHODS, Method, Parts, build_method, method_config
-from draftsmith.decode.models.dflash import DFlashDrafter
+from draftsmith.decode.models.dflash import DFlashDrafter, block_drafter
 from draftsmith.decode.models.draft_vocabulary import keep_tokens
 from draftsmith.decode.models.eagle import EagleDrafter
 from draftsmith.decode.models.loading import wrap_model
@@ -220,19 +219,21 @@ def test_drafters_that_read_the_targets_states_are_exact(
         ("speculative", {"gamma": 3, "verification": "block"}),
         ("multi-candidate", {"k_config": "2x2"}),
         ("dynamic-tree", {"max_depth": 3}),
+        ("adaptive", {"gamma": 3, "policy": "confidence-head", "token_cost": 0.2}),
     ],
     ids=str,
 )
 def test_block_drafters_are_exact(
     make_llama: Callable[..., LlamaForCausalLM],
-    make_dflash: Callable[..., DFlashHeads],
+    request: pytest.FixtureRequest,
     make_stream: MakeStream,
     name: str,
     options: dict[str, Any],
 ) -> None:
     target = make_llama(VOCAB, sharpness=1.5, **SMALL | {"num_hidden_layers": 2})
-    heads, sampling = make_dflash(target), Sampling(1.0)
-    method = build_method(name, Parts(DFlashDrafter(heads)), sampling, **options)
+    kind = "make_dspark" if "policy" in options else "make_dflash"
+    heads, sampling = request.getfixturevalue(kind)(target), Sampling(1.0)
+    method = build_method(name, Parts(block_drafter(heads)), sampling, **options)
     assert p_value(method, target, sampling, make_stream(13, ROWS), heads.layers) > FALSE_ALARM
 
 

@@ -2,7 +2,7 @@
 
 Letters: X positions, K heads (1 for a drafter), C positions of a chunk, R rows of a block (a part of a chunk), D hidden
 of the drafter, E hidden of the teacher, V vocabulary, F events (the K tokens of a top-k teacher, and "any other"),
-N teacher rows that are used.
+N teacher rows that are used, F also the rank of a low-rank term.
 
 Matrix products run over a *chunk* of positions, into one buffer. Elementwise operations run over *blocks* of a few
 rows, whose intermediate results fit into a CPU's caches. Logits, losses and gradients are computed in the forward pass
@@ -182,10 +182,14 @@ def product_type(values: Tensor) -> torch.dtype:
 
 
 class Product:
-    """Matrix product of hidden states and a projection in `dtype`. Each call overwrites the previous result."""
+    """Matrix product of hidden states and a projection in `dtype`. Each call overwrites the previous result.
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    With `low_rank_VF`, the last F columns of the states are factors, whose product with it is added.
+    """
+
+    def __init__(self, dtype: torch.dtype, low_rank_VF: Tensor | None = None) -> None:
         self._dtype = dtype
+        self._low_rank_VF = None if low_rank_VF is None else low_rank_VF.detach().to(dtype)
         self._weight_VD: Tensor | None = None
         self._out_CV: Tensor | None = None
 
@@ -205,7 +209,25 @@ class Product:
             self._out_CV = None
             self._out_CV = hidden_CD.new_empty((len(hidden_CD), len(weight_VD)), dtype=self._dtype)
         out_CV = self._out_CV[: len(hidden_CD)]
-        return torch.mm(hidden_CD.to(self._dtype), self.cast(weight_VD).T, out=out_CV)
+        states_CD, *factors = self.split(hidden_CD.to(self._dtype))
+        torch.mm(states_CD, self.cast(weight_VD).T, out=out_CV)
+        for factors_CF in factors:
+            assert self._low_rank_VF is not None
+            out_CV.addmm_(factors_CF, self._low_rank_VF.T)
+        return out_CV
+
+    def split(self, hidden_CD: Tensor) -> tuple[Tensor, ...]:
+        """Return the states and, if there are any, the factors."""
+        if self._low_rank_VF is None:
+            return (hidden_CD,)
+        return hidden_CD.split((hidden_CD.shape[1] - self._low_rank_VF.shape[1], self._low_rank_VF.shape[1]), 1)
+
+    def to_states(self, grad_CV: Tensor, weight_VD: Tensor | None) -> Tensor:
+        """Return the gradient of the states [C, D], given that of the product."""
+        if weight_VD is None:
+            return grad_CV
+        grad_CD = grad_CV @ self.cast(weight_VD)
+        return grad_CD if self._low_rank_VF is None else torch.cat((grad_CD, grad_CV @ self._low_rank_VF), 1)
 
 
 class Plan:
@@ -224,8 +246,9 @@ class Plan:
         top_k: int | None,
         output: Output = None,
         weigh: Weigh = None,
+        accepted_XK: Tensor | None = None,
     ) -> None:
-        self._output, self.weigh = output, weigh
+        self._output, self.weigh, self._accepted_XK = output, weigh, accepted_XK
         assert features_XKD.shape[:2] == labels_XK.shape, (features_XKD.shape, labels_XK.shape)
         assert len(projections) == labels_XK.shape[1], (len(projections), labels_XK.shape)
         self._label_weight = float(weights.get(LABELS, 0.0))
@@ -280,12 +303,22 @@ class Plan:
             if target_rows_C is not None:
                 assert self._targets is not None
                 targets = self._targets.rows(target_rows_C[block])
-            loss_R, grad_RV = self._score(upcast(logits_CV[block]), targets, labels_C[block])
+            logits_RV = upcast(logits_CV[block])
+            if self._accepted_XK is not None:
+                self._accepted_XK[rows_C[block], head] = self._acceptance(logits_RV, targets, labels_C[block])
+            loss_R, grad_RV = self._score(logits_RV, targets, labels_C[block])
             logits_CV[block] = grad_RV
             losses.append(loss_R)
         if self._output is not None:
             products_CV.copy_(torch.autograd.grad(output_CV, input_CV, logits_CV)[0])
         return torch.cat(losses)
+
+    def _acceptance(self, logits_RV: Tensor, targets: Targets | None, labels_R: Tensor) -> Tensor:
+        """Return acceptance rates [R]; see `drafter.heads_mixture`."""
+        if targets is None:
+            return (logits_RV.argmax(1) == labels_R).float()
+        log_drafter_RF, _ = to_events(targets, divide_by_temperature(logits_RV, self._temperature))
+        return torch.minimum(log_drafter_RF, targets.log_probs_RF).exp().sum(1)
 
     def _score(self, logits_RV: Tensor, targets: Targets | None, labels_R: Tensor) -> tuple[Tensor, Tensor]:
         """Return weighted losses of a block's rows [R], and the gradient of their sum with respect to the logits."""
@@ -325,14 +358,17 @@ class FusedLoss(torch.autograd.Function):
     """Autograd function that computes losses and gradients in `forward`; `backward` only scales the gradients."""
 
     @staticmethod
-    def forward(ctx: Any, plan: Plan, with_grad: bool, features_XKD: Tensor, *projections: Tensor | None) -> Tensor:
+    def forward(ctx: Any, plan: Plan, with_grad: bool, features_XKD: Tensor, *matrices: Tensor | None) -> Tensor:
+        heads = features_XKD.shape[1]
+        projections, low_ranks = matrices[:heads], matrices[heads:]  # the latter are none, or one for each head
         # sums of thousands of terms need at least float32; products run in the plan's dtype
         wide_dtype = torch.promote_types(features_XKD.dtype, torch.float32)
-        _, _, features_need_grad, *projection_needs_grad = ctx.needs_input_grad
+        _, _, features_need_grad, *needs_grad = ctx.needs_input_grad
         grad_XKD = torch.zeros_like(features_XKD) if with_grad and features_need_grad else None
         losses_XK = torch.zeros(features_XKD.shape[:2], dtype=wide_dtype, device=features_XKD.device)
-        grads: list[Tensor | None] = [None] * len(projections)
-        product, features_XKD = Product(plan.dtype), features_XKD.detach()
+        grads: list[Tensor | None] = [None] * len(matrices)
+        product = Product(plan.dtype, low_ranks[0] if low_ranks else None)
+        features_XKD = features_XKD.detach()
         with torch.autocast(features_XKD.device.type, enabled=False):
             for head, rows_C, target_rows_C in plan.steps():
                 weight_VD = projections[head]
@@ -340,21 +376,21 @@ class FusedLoss(torch.autograd.Function):
                 grad_CV = product(features_CD, weight_VD)
                 losses_XK[rows_C, head] = plan.score_chunk(head, rows_C, target_rows_C, grad_CV).to(wide_dtype)
                 if grad_XKD is not None:
-                    grad_CD = grad_CV if weight_VD is None else grad_CV @ product.cast(weight_VD)
-                    grad_XKD[rows_C, head] = grad_CD.to(grad_XKD.dtype)
-                if with_grad and projection_needs_grad[head]:
-                    grads[head] = _add_outer(grads[head], grad_CV, features_CD, wide_dtype)
-        for head, weight_VD in enumerate(projections):
-            if with_grad and projection_needs_grad[head] and grads[head] is None:
-                assert weight_VD is not None
-                grads[head] = torch.zeros_like(weight_VD, dtype=wide_dtype)
+                    grad_XKD[rows_C, head] = product.to_states(grad_CV, weight_VD).to(grad_XKD.dtype)
+                for index, part_CX in zip((head, heads + head), product.split(features_CD), strict=False):
+                    if with_grad and needs_grad[index]:
+                        grads[index] = _add_outer(grads[index], grad_CV, part_CX, wide_dtype)
+        for index, matrix in enumerate(matrices):
+            if with_grad and needs_grad[index] and grads[index] is None:
+                assert matrix is not None
+                grads[index] = torch.zeros_like(matrix, dtype=wide_dtype)
         if plan.weigh is not None:
-            assert not any(projection_needs_grad), "weighted losses require frozen projections"
+            assert not any(needs_grad), "weighted losses require frozen projections"
             weights_XK = plan.weigh(losses_XK)
             losses_XK = losses_XK * weights_XK
             if grad_XKD is not None:
                 grad_XKD.mul_(weights_XK[..., None])
-        ctx.grads = (grad_XKD, grads, [None if weight_VD is None else weight_VD.dtype for weight_VD in projections])
+        ctx.grads = (grad_XKD, grads, [None if matrix is None else matrix.dtype for matrix in matrices])
         return losses_XK.sum(0)
 
     @staticmethod
@@ -363,9 +399,9 @@ class FusedLoss(torch.autograd.Function):
         (grad_XKD, grads, dtypes), ctx.grads = ctx.grads, None
         if grad_XKD is not None:
             grad_XKD.mul_(grad_output_K[:, None])
-        for head, dtype in enumerate(dtypes):
-            if grads[head] is not None:
-                grads[head] = grads[head].mul_(grad_output_K[head]).to(dtype)
+        for index, dtype in enumerate(dtypes):
+            if grads[index] is not None:
+                grads[index] = grads[index].mul_(grad_output_K[index % len(grad_output_K)]).to(dtype)
         return None, None, grad_XKD, *grads
 
 

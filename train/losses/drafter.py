@@ -70,6 +70,8 @@ def heads_mixture(
     top_k: int | None = None,
     output: Output = None,
     weigh: Weigh = None,
+    low_rank_VF: Tensor | None = None,
+    accepted_XK: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the results of `mixture` for each head: weighted sums [K] and numbers of positions (int64 [K]).
 
@@ -77,12 +79,15 @@ def heads_mixture(
     (section 2.3.2) for a divergence. Logits of head k are `features_XKD[:, k] @ projections[k].T`; heads may share a
     projection [V, D]. `labels_XK` contains rows of `head_labels`. `teacher_rows_XK` (int64) contains the teacher's row
     for labels_XK[x, k] (default: row x); the logits of a row are computed once for all heads. `output` converts the
-    products [C, V] to logits (default: the products are the logits). `weigh` converts the losses [X, K] to
-    weights, and requires frozen projections. For other arguments and errors, see `mixture`.
+    products [C, V] to logits (default: the products are the logits). `weigh` converts the losses [X, K] to weights, and
+    requires frozen projections. With `low_rank_VF`, the last F features are factors, whose product with it is added to
+    the logits of all heads. `accepted_XK` is overwritten with acceptance rates: the overlap with the teacher or,
+    without one, 1 where the label is the most likely token. For other arguments and errors, see `mixture`.
     """
-    arguments = (labels_XK, teacher, teacher_rows_XK, temperature, chunk, top_k, output, weigh)
+    arguments = (labels_XK, teacher, teacher_rows_XK, temperature, chunk, top_k, output, weigh, accepted_XK)
     plan = Plan(weights, features_XKD, projections, *arguments)
-    sums_K: Tensor = FusedLoss.apply(plan, torch.is_grad_enabled(), features_XKD, *projections)
+    low_ranks = () if low_rank_VF is None else (low_rank_VF,) * len(projections)
+    sums_K: Tensor = FusedLoss.apply(plan, torch.is_grad_enabled(), features_XKD, *projections, *low_ranks)
     return sums_K, plan.counts_K
 
 
@@ -160,6 +165,7 @@ def _blocks_of_logits(
     teacher: Teacher | None = None,
     proposed: Tensor | None = None,
     output: Output = None,
+    low_rank_VF: Tensor | None = None,
 ) -> Iterator[tuple[Tensor, Tensor, Targets | None]]:
     """Yield labels int64 [R], logits [R, V] and teacher targets for each block of positions with a label.
 
@@ -170,7 +176,7 @@ def _blocks_of_logits(
     size = chunk or chunk_positions(vocab, hidden_XD.device)
     if proposed is not None:
         hidden_XD, weight_VD = select_tokens(proposed, hidden_XD, weight_VD)
-    product, targets = Product(product_type(hidden_XD)), None
+    product, targets = Product(product_type(hidden_XD), low_rank_VF), None
     if teacher is not None:
         targets = TeacherTargets(teacher, vocab)
         assert targets.positions == len(labels_X), (targets.positions, len(labels_X))
@@ -202,12 +208,18 @@ class LabelHits:
 
 @torch.no_grad()
 def label_hits(
-    hidden_XD: Tensor, weight_VD: Tensor | None, labels_X: Tensor, chunk: int | None = None, output: Output = None
+    hidden_XD: Tensor,
+    weight_VD: Tensor | None,
+    labels_X: Tensor,
+    chunk: int | None = None,
+    output: Output = None,
+    low_rank_VF: Tensor | None = None,
 ) -> LabelHits:
     """Compute the cross-entropy, top-1 hits and top-5 hits of labels; see `heads_mixture` for the arguments."""
     loss = torch.zeros((), dtype=torch.promote_types(hidden_XD.dtype, torch.float32), device=labels_X.device)
     top1, top5 = (torch.zeros((), dtype=torch.int64, device=labels_X.device) for _ in range(2))
-    for labels_R, logits_RV, _ in _blocks_of_logits(hidden_XD, weight_VD, labels_X, chunk, output=output):
+    blocks = _blocks_of_logits(hidden_XD, weight_VD, labels_X, chunk, output=output, low_rank_VF=low_rank_VF)
+    for labels_R, logits_RV, _ in blocks:
         labels_R1 = labels_R[:, None]
         label_logit_R1 = logits_RV.gather(1, labels_R1)
         loss -= logits_RV.log_softmax(1).gather(1, labels_R1).sum()

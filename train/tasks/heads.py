@@ -80,10 +80,22 @@ class HeadsModule(nn.Module):
         if (ids_R := self.heads.proposed) is not None and teacher is not None:
             teacher = restrict_teacher(ids_R, self.heads.vocab_size, teacher)
         features_XKD = self.features(batch, states_YD, rows_X)
-        projections = [self.heads.projection(k) for k in range(self.num_heads)]
-        arguments = (projections, labels_XK, teacher, teacher_rows_XK, self.temperature)
-        sums_K, counts_K = heads_mixture(weights, features_XKD, *arguments, output=self.heads.output, weigh=self.weigh)
+        sums_K, counts_K = self.losses(weights, features_XKD, labels_XK, teacher, teacher_rows_XK)
         return sums_K * torch.tensor(self.head_weights, device=sums_K.device), counts_K
+
+    def losses(
+        self, weights: Mapping[str, float], features_XKD: Tensor, labels_XK: Tensor, *teacher: Any, **options: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Return the loss sum [K] and the number of positions of each head; see `heads_mixture`."""
+        projections = [self.heads.projection(k) for k in range(self.num_heads)]
+        options |= {"temperature": self.temperature, "output": self.heads.output}
+        options |= {"weigh": self.weigh, "low_rank_VF": self.low_rank}
+        return heads_mixture(weights, features_XKD, projections, labels_XK, *teacher, **options)
+
+    @property
+    def low_rank(self) -> Tensor | None:
+        """Matrix whose product with the last features is added to the logits (see `heads_mixture`), or None."""
+        return None
 
     def features(self, batch: Batch, states_YD: Tensor, rows_X: Tensor) -> Tensor:
         """Compute the inputs [X, K, D] of the heads' projections from rows `rows_X` of the target's hidden states."""
@@ -122,7 +134,7 @@ class HeadsModule(nn.Module):
     def read_directly(self) -> list[nn.Parameter]:
         """Return parameters that `forward` reads without calling their layer, so that ZeRO-3 can gather them."""
         projections = (self.heads.projection(k) for k in range(self.num_heads))
-        candidates = [*projections, self.heads.bias_V, self._target.weight_VD()]
+        candidates = [*projections, self.heads.bias_V, self.low_rank, self._target.weight_VD()]
         # parameters of a target outside the module are never sharded
         inside = {id(parameter) for parameter in self.parameters()}
         return [p for p in dict.fromkeys(candidates) if isinstance(p, nn.Parameter) and id(p) in inside]
@@ -208,8 +220,8 @@ class HeadsTask(Task):
             rows_X, labels_XK = module.trained_rows(batch)
             features_XKD = module.features(batch, module.frozen_states(batch), rows_X)
             for k in range(module.num_heads):
-                heads = module.heads
-                hits = label_hits(features_XKD[:, k], heads.projection(k), labels_XK[:, k], output=heads.output)
+                arguments = (module.heads.projection(k), labels_XK[:, k], None, module.heads.output, module.low_rank)
+                hits = label_hits(features_XKD[:, k], *arguments)
                 sums = (hits.loss, hits.top1, hits.top5, hits.count)
                 sums_K4[k] += torch.tensor([float(number) for number in sums], dtype=torch.float64)
         metrics: dict[str, float] = {}

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ....checkpoints.artifact.artifact import load_manifest
-from ....checkpoints.heads.dflash import dflash_settings
-from ....checkpoints.heads.layouts import is_dflash, is_eagle
+from ....checkpoints.heads.dspark import draft_tokens_of
+from ....checkpoints.heads.layouts import drafts_blocks, is_eagle
 from ....checkpoints.storage.atomic import check_writable
 from ....checkpoints.storage.draft_vocabulary import mask_token
 from ....checkpoints.table.texts import TEXTS_FILE
@@ -77,8 +77,8 @@ def available_in(recipe: EvaluateRecipe) -> Available:
         table = (Path(locate_part(recipe.table, "table")) / TEXTS_FILE).is_file()
     if recipe.drafter is not None:
         folder = Path(locate_part(recipe.drafter, "drafter"))
-        if is_dflash(folder):
-            block_tokens = dflash_settings(folder)[2] - 1
+        if drafts_blocks(folder):
+            block_tokens = draft_tokens_of(folder)
         elif not is_eagle(folder):
             parallel = mask_token(load_config(str(folder))) is not None
     parts = (part for part in ("drafter", "heads", "table") if getattr(recipe, part) is not None)

@@ -14,9 +14,10 @@ import torch
 
 from ....checkpoints.artifact.artifact import load_manifest
 from ....checkpoints.artifact.locate import resolve as folder_of
-from ....checkpoints.heads.dflash import DFlashHeads, dflash_settings
+from ....checkpoints.heads.dflash import DFlashHeads
+from ....checkpoints.heads.dspark import draft_tokens_of
 from ....checkpoints.heads.eagle import EagleHeads, default_layers
-from ....checkpoints.heads.layouts import is_dflash, is_eagle
+from ....checkpoints.heads.layouts import drafts_blocks, is_eagle
 from ....checkpoints.storage.atomic import atomic_text
 from ....checkpoints.storage.draft_vocabulary import mask_token
 from ....checkpoints.storage.safe_read import load_json
@@ -88,7 +89,7 @@ class Source(NamedTuple):
     @property
     def _block_tokens(self) -> int | None:
         """Number of draft tokens of a DFlash drafter; None for other sources."""
-        return dflash_settings(folder_of(str(self.artifact)))[2] - 1 if self.kind == "dflash" else None
+        return draft_tokens_of(folder_of(str(self.artifact))) if self.kind == "dflash" else None
 
 
 class Row(NamedTuple):
@@ -187,7 +188,7 @@ def kind_of(drafter: Path) -> Kind:
     """Return the kind of a drafter; raise ValueError if the directory does not contain a model."""
     if is_eagle(drafter):
         return "eagle"
-    if is_dflash(drafter):
+    if drafts_blocks(drafter):
         return "dflash"
     return "drafter" if is_adapter(drafter) or mask_token(load_config(drafter)) is None else "parallel"
 

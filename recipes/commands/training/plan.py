@@ -142,10 +142,11 @@ def plan_recipe(recipe: TrainingRecipe) -> Plan:
 
 
 def _blocks_of(recipe: DrafterRecipe | HeadsRecipe) -> tuple[int, int] | None:
-    """Return the maximum number of blocks per row and the block size of DFlash; None for other recipes."""
-    if not isinstance(recipe, HeadsRecipe) or recipe.architecture != "dflash":
+    """Return the maximum number of blocks per row and their size with DFlash or DSpark; None for other recipes."""
+    if not isinstance(recipe, HeadsRecipe) or not recipe.drafts_blocks:
         return None
-    return min(recipe.anchors, recipe.data.block_tokens - 1), recipe.num_heads + 1
+    is_first_used = recipe.architecture == "dspark" and recipe.dspark.sample_from_anchor
+    return min(recipe.anchors, recipe.data.block_tokens - 1), recipe.num_heads + (not is_first_used)
 
 
 def show(plan: Plan) -> None:
