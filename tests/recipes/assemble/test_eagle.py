@@ -1,11 +1,11 @@
-"""EAGLE-3 and DFlash recipes: trained on live and cached states, verified, and evaluated as a drafter."""
+"""EAGLE-3, DFlash and DSpark recipes: trained on live and cached states, verified, and evaluated as a drafter."""
 
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from draftsmith.checkpoints.heads.dflash import load_dflash
+from draftsmith.checkpoints.heads.dspark import load_block_drafter
 from draftsmith.checkpoints.heads.eagle import load_eagle
 from draftsmith.checkpoints.verify.inspect import find_faults
 from draftsmith.decode.methods import METHODS, method_config
@@ -32,7 +32,14 @@ def recipe_of(values: dict[str, Any], target: Path, **more: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("architecture", "norms"), [("eagle3", []), ("eagle3", ["fc_norm", "norm_output"]), ("dflash", [])], ids=str
+    ("architecture", "norms"),
+    [
+        ("eagle3", []),
+        ("eagle3", ["fc_norm", "norm_output"]),
+        ("dflash", []),
+        pytest.param("dspark", [], marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
 def test_training_on_cached_states_equals_live_states(
     architecture: str,
@@ -43,9 +50,13 @@ def test_training_on_cached_states_equals_live_states(
 ) -> None:
     """The trained weights are equal up to rounding. All methods with a drafter write the target's greedy text."""
     values, target = tiny_drafter(tmp_path), tiny_pair / "target"
+    load: Callable[[Path], Any]
     load, more = load_eagle, {"norms": norms}
-    if architecture == "dflash":
-        load, more = load_dflash, {"architecture": "dflash", "num_heads": 5, "num_layers": 2, "anchors": 9}
+    if architecture != "eagle3":
+        load = load_block_drafter
+        more = {"architecture": architecture, "num_heads": 5, "num_layers": 2, "anchors": 9}
+    if architecture == "dspark":
+        more["dspark"] = {"markov_rank": 6, "markov_start": str(tiny_pair / "table"), "sample_from_anchor": False}
     run_train(recipe_of(values, target, **more))
     hidden = {"cache": str(tmp_path / "hidden"), "dtype": "float32"}
     cached = recipe_of(values, target, out=str(tmp_path / "cached"), hidden=hidden, **more)
@@ -101,6 +112,8 @@ def test_training_is_not_resumed_with_other_norms(
         ({"architecture": "dflash", "num_layers": 0}, r"num_layers.*at least 1.*0"),
         ({"architecture": "dflash", "slot_weights": "d-pace"}, r"d-pace.*cross-entropy"),
         ({"architecture": "dflash", "mask_token": 9999}, r"mask_token.*9999"),
+        ({"architecture": "dflash", "dspark": {"markov_rank": 8}}, r"dspark.*dflash"),
+        ({"architecture": "dspark", "dspark": {"markov_rank": 999, "markov_start": "table"}}, r"markov_rank.*319.*999"),
     ],
     ids=str,
 )
@@ -111,5 +124,7 @@ def test_invalid_recipes_are_refused(
     tiny_pair: Path,
     tmp_path: Path,
 ) -> None:
+    if "markov_start" in changes.get("dspark", {}):
+        changes = changes | {"dspark": changes["dspark"] | {"markov_start": str(tiny_pair / "table")}}
     with pytest.raises(ValueError, match=message):
         run_train(recipe_of(tiny_drafter(tmp_path), tiny_pair / "target", **changes))
