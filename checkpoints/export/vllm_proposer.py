@@ -26,7 +26,9 @@ class BigramProposer:
             raise ValueError(f"{path} is {mapped_V.dtype} {list(mapped_V.shape)}, expected one dimension of int32")
         vocab_size = vllm_config.model_config.get_vocab_size()
         if len(mapped_V) > vocab_size:
-            raise ValueError(f"{path} was counted for {len(mapped_V)} tokens, but the served model has {vocab_size}")
+            raise ValueError(
+                f"{path} has a vocabulary of {len(mapped_V)} tokens, but the served model has {vocab_size}"
+            )
         self._next_V = np.asarray(mapped_V)  # stays memory-mapped; indexing np.memmap itself is slow
         self._gamma = int(vllm_config.speculative_config.num_speculative_tokens)
         self._longest = int(vllm_config.model_config.max_model_len)

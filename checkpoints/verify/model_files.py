@@ -182,7 +182,7 @@ def load_whole(kind: Any, source: str | Path, progress: Any = None, **settings: 
 
 
 class _Stored:
-    """Lazily loaded tensor of a file, which `from_pretrained` loads by indexing."""
+    """Tensor in a file, which is read when `from_pretrained` indexes it."""
 
     def __init__(self, read: Callable[[], Tensor]) -> None:
         self._read = read

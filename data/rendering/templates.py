@@ -24,13 +24,13 @@ _SYSTEM, _QUESTIONS, _ANSWERS = "xSYSTEMx", ("xASKx1", "xASKx2", "xASKx3"), ("xT
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """Chat template that consists of constant texts around messages. See `get_template`.
+    """Chat template that consists of fixed strings around messages. See `get_template`.
 
     A conversation is rendered as `start`, question, `middle`, answer, `end`, `after`, `next`, question, `middle` ….
     With a system prompt, `system[0]`, the prompt and `system[1]` replace `start`. If `system` is None, the prompt and a
     blank line precede the first question. `{bos}` and `{eos}` stand for the tokenizer's tokens. The BOS token that a
     tokenizer adds is prepended unless `writes_bos` is set. The tokenizer must have all `special_tokens`. A trailing
-    space of a constant text is tokenized together with the next message.
+    space of a fixed string is tokenized together with the next message.
     """
 
     name: str
@@ -206,7 +206,7 @@ def _find_message_form(chat: "_Chat") -> "tuple[_Chat, str]":
 
 
 def _constant_texts(chat: "_Chat") -> Template:
-    """Convert a chat template to constant texts.
+    """Convert a chat template to fixed strings.
 
     Raises:
         ValueError: The template rewrites earlier turns, adds text before an answer that is not part of the prompt, or

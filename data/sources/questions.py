@@ -117,7 +117,9 @@ def template_questions(count: int, seed: int = 0) -> list[Conversation]:
         kind = tuple(templates)[len(questions) % len(templates)]
         questions.setdefault(_fill(rng.choice(templates[kind]), values, rng), f"{kind}-{number}")
     if len(questions) < count:
-        raise ValueError(f"the templates yield {len(questions):,} different questions, got {count:,}: ask for fewer")
+        raise ValueError(
+            f"the templates yield {len(questions):,} different questions, but {count:,} were requested: request fewer"
+        )
     return [Conversation(name, (Turn("user", text),)) for text, name in questions.items()]
 
 

@@ -56,7 +56,7 @@ def take_node(values_BNX: Tensor, node_B: Tensor) -> Tensor:
 
 
 def identity_path(tree: Tree, rows: int) -> Tensor:
-    """Return a path [B, K] without accepted nodes, in which column i contains i + 1."""
+    """Return a placeholder path [B, K] for rows without accepted nodes, in which column i contains i + 1."""
     return torch.arange(1, tree.max_depth + 1, device=tree.parents_BN.device).expand(rows, -1)
 
 

@@ -126,7 +126,7 @@ def _plan(batch: Batch, start_id: int) -> _Plan:
 
 
 def find_answers(labels_BT: np.ndarray, documents_BT: np.ndarray) -> np.ndarray:
-    """Find runs of supervised tokens. Return the start of the document, and start and end of each run, int64 [P, 3]."""
+    """Return the start of the document, the start and the end of each run of supervised tokens, int64 [P, 3]."""
     begins_BT = np.ones(documents_BT.shape, dtype=bool)
     begins_BT[:, 1:] = documents_BT[:, 1:] != documents_BT[:, :-1]
     begins = begins_BT.ravel()

@@ -91,13 +91,15 @@ def favoured_excess(probs_XV: Tensor, favoured_XV: Tensor, token_X: Tensor) -> t
 
 
 def uniformity_tests(evidence: Evidence, rng: np.random.Generator) -> list[Result]:
-    """Run all of `TESTS` of the hypothesis that tokens follow the target. P-values are not corrected.
+    """Run every test in `TESTS` of the hypothesis that tokens follow the target's distribution.
+
+    P-values are not corrected. u is the random number that a token corresponds to; see `Evidence`.
 
     - bins: chi-square test of u over equal bins.
     - kolmogorov-smirnov: largest distance D between the distribution function of u and the diagonal,
       p ≤ 2 exp(-2 n D²) (Massart 1990, valid for every n).
     - neighbours, next neighbours, two apart: chi-square tests over a grid for the u of pairs of tokens: (1, 2), (3, 4),
-      …; (2, 3), (4, 5), …; and (1, 3), (2, 4), …. They detect random numbers that tokens share.
+      …; (2, 3), (4, 5), …; and (1, 3), (2, 4), …. They detect random numbers that are used for several tokens.
     - rows: sums of products of centred u at the same position of two rows, for each distance between rows up to
       `_MAX_LAG`. The smallest p-value is multiplied by the number of distances. Detects rows that share random numbers.
     - favoured: sum s of the excess, p ≤ 2 exp(-v h(s / v)) with h(x) = (1 + x) log(1 + x) - x and summed variance v

@@ -14,7 +14,7 @@ FORMATS = ("a.json", "pretty.json", "lines.json", "a.jsonl", "a.json.gz", "a.jso
 
 
 def write(path: Path, rows: list[Any]) -> Path:
-    """Write `rows` in the format of the file name."""
+    """Write `rows` in the format given by the file extension."""
     if path.suffix == ".parquet":
         pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
         parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=70)

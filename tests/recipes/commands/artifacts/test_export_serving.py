@@ -83,7 +83,7 @@ def arguments(code: str, language: str) -> list[str]:
 
 
 def words_of(code: str) -> list[str]:
-    """Return the arguments of all commands, and the error output of the shell."""
+    """Run shell code with stub commands. Return the arguments of each command, and the shell's error output."""
     env = {**os.environ, "LC_ALL": "C.UTF-8"}
     done = subprocess.run(["bash", "-c", PRINT + code], capture_output=True, check=False, env=env, cwd="/")
     return [*done.stdout.decode().split("\x00"), done.stderr.decode()]
