@@ -1,4 +1,4 @@
-"""Chat templates, represented by the constant texts around the messages of a conversation.
+"""Chat templates, represented by the fixed strings around the messages of a conversation.
 
 A tokenizer's own chat template (Jinja) is converted to this form: marker strings are rendered as messages, and the
 rendered text is split at the markers.
@@ -44,7 +44,7 @@ class Template:
     writes_bos: bool = False
     special_tokens: tuple[str, ...] = ()
     jinja: str = ""
-    """Jinja source of a chat template that cannot be expressed as constant texts (see `chat.ChatLayout`)."""
+    """Jinja source of a chat template that cannot be expressed as fixed strings (see `chat.ChatLayout`)."""
     options: dict[str, Any] = field(default_factory=dict)
     """Variables that are passed to the tokenizer's chat template."""
     parts: bool = False
@@ -115,7 +115,7 @@ TEMPLATES: dict[str, Template] = {
             middle="\n\n### Response:\n",
             end="{eos}",
         ),
-        # no constant texts: for translation, summarization and plain text
+        # no fixed strings: for translation, summarization and plain text
         Template(name="plain", start="", system=("", "\n"), next="", middle="\n", end="{eos}"),
         # T5: inputs and outputs end with {eos}; the system prompt is the task prefix
         Template(name="t5", start="", system=("", " "), next="", middle="{eos}", end="{eos}"),
@@ -165,7 +165,7 @@ def fill_tokens(template: Template, tokenizer: Any) -> Template:
 
 
 def own_template(tokenizer: Any, options: Mapping[str, Any]) -> Template:
-    """Convert the chat template of a tokenizer to constant texts, or keep its Jinja source if that is not possible.
+    """Convert the chat template of a tokenizer to fixed strings, or keep its Jinja source if that is not possible.
 
     Raises:
         ValueError: The tokenizer has no chat template, or its template cannot render a question and an answer.
@@ -274,7 +274,7 @@ def check_calls(tokenizer: Any, template: Template, tools: str) -> None:
 
 
 def _check(template: Template, chat: "_Chat") -> None:
-    """Raise ValueError if the constant texts and the chat template render three exchanges differently."""
+    """Raise ValueError if the fixed strings and the chat template render three exchanges differently."""
     for system in (None, _SYSTEM) if template.system is not None else (None,):
         rebuilt, whole = _render_constants(template, system), chat.render(3, prompt=False, system=system)
         if rebuilt != whole:
@@ -282,7 +282,7 @@ def _check(template: Template, chat: "_Chat") -> None:
 
 
 def _render_constants(template: Template, system: str | None) -> str:
-    """Render three exchanges with the constant texts."""
+    """Render three exchanges with the fixed strings."""
     text = template.start if system is None or template.system is None else system.join(template.system)
     for number in range(3):
         text += template.next if number else ""

@@ -230,7 +230,7 @@ def _added_docstring(call: ast.expr) -> tuple[str, str] | None:
 
 
 def _strings(argument: ast.expr) -> list[str]:
-    """Return the string literal in an argument: a constant, the template of `.format(…)` or `%`, or the end of a pair."""
+    """Return the string literals in an argument: a constant, the template of `.format(…)` or `%`, or a pair's end."""
     if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
         return [argument.value]
     if isinstance(argument, ast.Call) and isinstance(argument.func, ast.Attribute) and argument.func.attr == "format":

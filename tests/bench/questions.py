@@ -50,7 +50,7 @@ def first(conversations: Any, speaker: str) -> list[str]:
 
 
 def with_passages(pairs: Sequence[tuple[str, str]], count: int, rng: random.Random) -> list[str]:
-    """Return up to `count` questions, each preceded by its own answer and the three other answers that are most similar to it."""
+    """Return up to `count` questions, each preceded by its answer and the three most similar other answers."""
     terms = [set(re.findall(r"[a-z]{5,}", answer.lower())) for _, answer in pairs]
     questions = []
     for chosen in rng.sample(range(len(pairs)), min(count, len(pairs))):

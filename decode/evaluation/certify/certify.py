@@ -300,7 +300,7 @@ class _Run:
         self.cert.undecided = (self.cert.undecided or 0) + undecided
 
     def sampled(self) -> None:
-        """Decode and test in stages until the verdict is clear. Each prompt has four rows, to detect shared random numbers."""
+        """Decode and test in stages until the verdict is clear. Four rows per prompt reveal reused random numbers."""
         cert = self.cert
         cert.planned = self.plan.tokens
         for share in INTERIM_SHARES + EXTRA_SHARES:

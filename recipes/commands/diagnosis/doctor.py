@@ -17,7 +17,7 @@ def doctor(
     draft: Annotated[str | None, typer.Argument(help="Drafter, heads or table for the target.")] = None,
     fix: Annotated[Path | None, typer.Option(help="Write a repaired drafter to this new directory.")] = None,
     prompts: Annotated[
-        str | None, typer.Option(help="Prompt set, file or hub id for measuring where acceptance is lost.")
+        str | None, typer.Option(help="Prompts on which to measure acceptance: prompt set, file or hub id.")
     ] = None,
     results: Annotated[
         list[Path] | None,

@@ -21,5 +21,5 @@ def test_questions_are_different_complete_and_reproducible() -> None:
 def test_exhausted_templates_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(questions, "_TEMPLATES", {"chat": "What is a {reader}?"})
     assert len(template_questions(14)) == 14
-    with pytest.raises(ValueError, match=r"14 different questions, got 15"):
+    with pytest.raises(ValueError, match=r"14 different questions, but 15"):
         template_questions(15)

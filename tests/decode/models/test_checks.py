@@ -173,7 +173,7 @@ def test_a_model_that_is_not_causal_is_refused() -> None:
 
 
 def test_a_family_without_tree_attention_decodes_chains(make_llama: Callable[..., LlamaForCausalLM]) -> None:
-    """Continuations of prompts of different lengths equal those of `generate`. Methods that need trees raise ValueError."""
+    """Continuations of prompts of different lengths equal those of `generate`. Methods with trees raise ValueError."""
     model = build("mpt")
     target, mpt_drafter = wrap_model(model), wrap_model(copy.deepcopy(model))
     assert target.tree_fault is not None
