@@ -116,7 +116,7 @@ class DSparkModule(DFlashModule):
         """Initialise the Markov head from a table, with a scale that is fitted to a batch. Return the scale.
 
         The scale minimises the cross-entropy of the first slot, which is convex in the scale. It is between 0 (no bias)
-        and 1, with which a unigram distribution becomes the bigram distribution of the table.
+        and 2. At full rank, 1 would turn a unigram distribution into the table's, but truncation reduces the bias.
         """
         self.heads.begin_from_table(table)
         rows_X, labels_XK = self.trained_rows(batch)
@@ -128,7 +128,7 @@ class DSparkModule(DFlashModule):
             hits = label_hits(inputs_XD, self.heads.projection(), labels_XK[:, 0], low_rank_VF=self.low_rank)
             return float(hits.loss)
 
-        scale = float(minimize_scalar(loss_of, bounds=(0, 1), method="bounded", options={"maxiter": 20}).x)
+        scale = float(minimize_scalar(loss_of, bounds=(0, 2), method="bounded", options={"maxiter": 20}).x)
         for weight in (self.heads.markov_head.markov_w1.weight, self.heads.markov_weight):
             weight.mul_(scale**0.5)
         return scale
