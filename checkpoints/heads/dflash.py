@@ -1,6 +1,6 @@
 """DFlash drafter: a few decoder layers that predict a block of tokens with one forward pass.
 
-Source: DFlash (z-lab); tensor names, config and the order of norms follow serving engines. The block contains the
+Source: Chen et al. 2026, arXiv 2602.06036; tensors, config and norms follow serving engines. The block contains the
 newest token (the anchor) and mask tokens. Its queries attend to the whole block and to keys and values of all earlier
 tokens, which are projections of c = hidden_norm(fc(auxiliary hidden states)). c is the same for all layers, so the keys
 and values of a token never change. Slot j of the block predicts the token at its own position, j tokens after the

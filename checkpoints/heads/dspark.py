@@ -1,8 +1,9 @@
 """DSpark drafter: a DFlash drafter with a Markov head and a confidence head.
 
-Tensor names and config follow serving engines. The Markov head adds a low-rank bigram bias to the logits of a slot,
-given the token before it. The confidence head predicts the probability that the token of a slot is accepted. With
-`sample_from_anchor`, slot j predicts token j + 1 after the anchor. Otherwise slot 0 is unused, as in DFlash.
+Source: arXiv 2607.05147. Tensor names and config follow serving engines. The Markov head adds a low-rank bigram bias to
+the logits of a slot, given the token before it. The confidence head predicts the probability that the token of a slot
+is accepted. With `sample_from_anchor`, slot j predicts token j + 1 after the anchor. Otherwise slot 0 is unused, as in
+DFlash.
 
 Shape letters: X any, D hidden size, V vocabulary, R draft vocabulary, F rank of the Markov head, E pairs of a table.
 """

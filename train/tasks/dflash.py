@@ -1,7 +1,7 @@
 """Training of DFlash and DSpark drafters on auxiliary hidden states of a frozen target.
 
-Source: DFlash (z-lab), DSpark. Blocks start at sampled tokens (anchors) and are trained in one forward pass; head k
-predicts token k + 1 after the anchor.
+Sources: DFlash (Chen et al. 2026, arXiv 2602.06036), DSpark (arXiv 2607.05147). Blocks start at sampled tokens
+(anchors) and are trained in one forward pass; head k predicts token k + 1 after the anchor.
 
 Letters: B batch (rows of tokens), T tokens, K heads, S states, X blocks, Y = B · T flattened positions, D features
 (for DSpark, with Markov factors), G hidden of the auxiliary layers, F Markov factors.
@@ -58,7 +58,7 @@ class DFlashModule(HeadsModule):
 
 
 def dynamic_weights(losses_XK: Tensor) -> Tensor:
-    """Return the weights [X, K] of cross-entropy losses by slot (D-PACE).
+    """Return the weights [X, K] of cross-entropy losses by slot (D-PACE: arXiv 2605.18810).
 
     The confidence q of a slot is (1 + exp(−loss)) / 2, or 1 without a label. The weight of slot k is the sum, over
     slots j ≥ k with a label, of q_1 ⋯ q_j. Early slots have larger weights, since later tokens depend on their
