@@ -68,7 +68,7 @@ def test_blocks_become_a_script(tmp_path: Path) -> None:
     page = f"<!-- test\nmodel: tiny\n-->\n{yaml_block}- item\n\n{bash_block}"
     done = subprocess.run(["bash", "-c", script_of(page)], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert done.stdout == "target: tiny\n"
-    with pytest.raises(AssertionError, match="no block holds"):
+    with pytest.raises(AssertionError, match="no block contains"):
         script_of(page.replace("model: tiny", "other: tiny"))
 
 
