@@ -53,8 +53,7 @@ class DFlashDrafter(LeanDecoder):
         """
         batch, count = aux_BMG.shape[:2]
         cache.check_capacity(count)
-        states_XD = self._fuse_aux(aux_BMG.reshape(batch * count, -1).to(self.dtype))
-        states_XD = self._norm(states_XD, self._context_norm_D)
+        states_XD = self._norm(self._fuse_aux(aux_BMG.reshape(batch * count, -1).to(self.dtype)), self._context_norm_D)
         offset_M = torch.arange(count, device=self.device)[None]
         positions_BM = offset_M + (cache.lengths[0] if cache.uniform else cache.lengths_B[:, None])
         turned = self._rotation.at(positions_BM, max(cache.lengths) + count, {by for _, by in self._sides})
@@ -83,9 +82,11 @@ class DFlashDrafter(LeanDecoder):
     def draft_forwards(self, widths: list[int]) -> list[tuple[LanguageModel, int]]:
         return [(self, self._first_slot + len(widths))]
 
+    def _in_c(self, cache: KVCache, count: int) -> bool:  # C code must not process a block in parts
+        return super()._in_c(cache, count) and len(cache.lengths) * count <= self._few.most_tokens  # type: ignore
+
     def _mask(self, cache: KVCache, bias_BMn: Tensor | None, start: int, stop: int, end: int) -> Tensor | None:
-        """Return a mask with which each token attends to all committed tokens and to the whole block."""
-        all_1Mn = torch.zeros(1, stop - start, stop, device=self.device)
+        all_1Mn = torch.zeros(1, stop - start, stop, device=self.device)  # tokens attend to the whole block
         return LanguageModel._mask(self, cache, all_1Mn, start, stop, end)
 
 

@@ -2,9 +2,9 @@
 
    qkv is [batch, count, heads + 2 * groups, width] and contains queries, keys and values. Queries and keys are rotated by
    turns [rows_of_turns, count, width], the cosine and sine of each adjacent pair. row_apart and head_apart are the strides of
-   the caches. Token m of a row is written to slot lengths[row] + start + m, and attends to the slots up to this slot.
-   mask [rows_of_mask, count, end] is added to the scores unless it is null. rows_of_* are 1 or batch. width is a multiple of
-   16. Scores have a soft cap unless cap is 0. The result is attended [batch, count, heads, width]. */
+   the caches. Token m of a row is written to slot lengths[row] + start + m. If mask is null, it attends to the slots up to
+   this slot. Otherwise, it attends to the slots of all tokens, and mask [rows_of_mask, count, end] is added to the scores.
+   rows_of_* are 1 or batch. width is a multiple of 16. Scores have a soft cap unless cap is 0. The result is attended [batch, count, heads, width]. */
 
 #include "vectors.h"
 
@@ -93,8 +93,8 @@ static inline __attribute__((always_inline)) void add_values(
         *(vector *)(to + LANES * e) = sums[0][e] + sums[1][e];
 }
 
-/* Compute attention for several tokens that share keys and values, with `each` queries per token. The last token attends to
-   all slots, and every other token to one slot fewer than the next token. */
+/* Compute attention for several tokens that share keys and values, with `each` queries per token. Without a mask, the last
+   token attends to all slots, and every other token to one slot fewer than the next token. */
 static inline __attribute__((always_inline)) void attend_together(
     const float *queries, const float *keys, const float *values, const float *mask, float *attended, const long slots,
     const long width, const int tokens, const int each, const long end, const long token, const float cap)
@@ -112,8 +112,10 @@ static inline __attribute__((always_inline)) void attend_together(
                 *(vector *)(scores + (q - first) * padded + s) = found;
             }
         soften(scores, (stop - first) * padded, cap);
-        for (int q = first; q < stop; q++)
-            shares(scores + (q - first) * padded, mask ? mask + q / each * end : 0, slots - tokens + 1 + q / each, slots);
+        for (int q = first; q < stop; q++) {
+            const long seen = mask ? slots : slots - tokens + 1 + q / each;
+            shares(scores + (q - first) * padded, mask ? mask + q / each * end : 0, seen, slots);
+        }
         for (long from = 0; from < slots; from += BLOCK)
             for (int q = first; q < stop; q++) {
                 const long until = from + BLOCK < slots ? from + BLOCK : slots;
@@ -262,7 +264,7 @@ void attend(
         for (int task = 0; task < few; task++) {
             const int row = task / (parts * groups), group = task / parts % groups, m = task % parts * tokens;
             const int some = count - m < tokens ? count - m : tokens;
-            const long at = row * row_apart + group * head_apart, slots = lengths[row] + start + m + some;
+            const long at = row * row_apart + group * head_apart, slots = lengths[row] + start + (mask ? count : m + some);
             const float *added = mask ? mask + ((rows_of_mask > 1 ? row : 0) * (long)count + m) * end : 0;
             float *to = attended + ((long)row * count + m) * heads * width + group * each * width;
             float queries[some * each * width];

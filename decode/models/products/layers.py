@@ -65,13 +65,13 @@ class DecoderLayers:
         self._kind = few[0][0].kind
         assert all(product.kind == self._kind for products in few for product in products)
         self._mlp = layers[0].down.shape[1]
-        self._most_tokens = min(product.at_once for products in few for product in products)
+        self.most_tokens = min(product.at_once for products in few for product in products)
         self._most_rows = few[0][0].most_rows
         self._call = compiled().layers
 
     def takes(self, rows: int, count: int) -> bool:
         """Return whether the C function is enabled and supports `rows` rows of `count` tokens each."""
-        return in_use() and 0 < rows <= self._most_tokens and rows * count <= self._most_rows
+        return in_use() and 0 < rows <= self.most_tokens and rows * count <= self._most_rows
 
     def __call__(
         self,
@@ -89,9 +89,9 @@ class DecoderLayers:
         `first_qkv_XO` contains the queries, keys and values of the first layer if they are already computed.
         """
         batch, count = len(cache.lengths), sides[0][0].shape[1]
-        if batch * count <= self._most_tokens:
+        if batch * count <= self.most_tokens:
             return self._few(hidden_XD, first_qkv_XO, sides, cache, start, end, aux_layers)
-        parts = -(-count // max(1, min(AT_ONCE, self._most_tokens) // batch))
+        parts = -(-count // max(1, min(AT_ONCE, self.most_tokens) // batch))
         hidden_BMD = hidden_XD.view(batch, count, -1)
         first_qkv_BMO = None if first_qkv_XO is None else first_qkv_XO.view(batch, count, -1)
         outputs = list[Tensor]()  # [number of auxiliary layers + 1, B, tokens of the part, D]
@@ -120,7 +120,7 @@ class DecoderLayers:
         end: int,
         aux_layers: Sequence[int],
     ) -> tuple[Tensor, list[Tensor]]:
-        """Run the layers (see `__call__`) on at most `_most_tokens` tokens."""
+        """Run the layers (see `__call__`) on at most `most_tokens` tokens."""
         kind = self._architecture
         heads, kv_heads, width = kind[:3]
         sides = [(turns.contiguous(), None if mask is None else mask.contiguous()) for turns, mask in sides]

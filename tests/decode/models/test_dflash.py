@@ -79,6 +79,23 @@ def test_cached_and_packed_blocks_equal_plain_ones(
         assert torch.allclose(features_KD @ heads.projection().T, logits_1KR[0], atol=1e-4)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("rows", [1, 3, 9])
+def test_every_slot_sees_the_whole_block(
+    rows: int, make_llama: Callable[..., LlamaForCausalLM], make_dflash: Callable[..., DFlashHeads]
+) -> None:
+    """Rows of equal length and heads of 16 channels, which the kernels for CPUs support."""
+    target = make_llama(VOCAB, num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=1, hidden_size=32)
+    heads, ids_1T = make_dflash(target), torch.randint(VOCAB, (1, LENGTH))
+    aux_1TG = states_of(target, heads, ids_1T)
+    drafter = DFlashDrafter(heads)
+    cache = drafter.new_cache(rows, LENGTH + 5)
+    drafter.add_context(cache, aux_1TG.repeat(rows, 1, 1))
+    cache.set_lengths([LENGTH] * rows)
+    found_BKR = drafter.draft_block(cache, torch.full((rows, 1), 7), 4)
+    assert torch.allclose(found_BKR, plain_logits(heads, aux_1TG, 7).expand(rows, -1, -1), atol=1e-4)
+
+
 @pytest.mark.parametrize(("name", "options"), METHODS, ids=str)
 def test_greedy_text_is_the_targets(
     name: str, options: dict[str, Any], target: LlamaForCausalLM, make_dflash: Callable[..., DFlashHeads]
