@@ -11,13 +11,14 @@ from typing import Any
 
 import torch
 from draftsmith.checkpoints.heads.dflash import DFlashHeads
+from draftsmith.checkpoints.heads.dspark import DSparkHeads
 from draftsmith.checkpoints.heads.eagle import EagleHeads
 from draftsmith.checkpoints.heads.files import PredictionHeads
 from draftsmith.recipes.session.launch import destroy_process_group
 from draftsmith.train.config import Medusa2, Parallel
 from draftsmith.train.loop.fit import fit
 from draftsmith.train.parallel.processes import Interrupted, TrainingError
-from draftsmith.train.tasks.dflash import DFlashTask
+from draftsmith.train.tasks.dflash import DFlashTask, DSparkTask
 from draftsmith.train.tasks.drafter import DrafterModule
 from draftsmith.train.tasks.heads import EagleTask, HeadsTask
 from draftsmith.train.tasks.medusa2 import Medusa2Task
@@ -62,7 +63,7 @@ def count_sharded(module: torch.nn.Module) -> int:
 
 def make_heads_task(options: dict[str, Any], kind: str) -> HeadsTask:
     model = make_model(**{"attention_dropout": 0.0} | options.get("model", {}))
-    if kind in ("eagle", "dflash"):
+    if kind in ("eagle", "dflash", "dspark"):
         torch.manual_seed(1)
         proposed = torch.arange(0, model.config.vocab_size, 2)
         weights = model.get_input_embeddings().weight, model.get_output_embeddings().weight
@@ -70,6 +71,9 @@ def make_heads_task(options: dict[str, Any], kind: str) -> HeadsTask:
         if kind == "eagle":
             eagle = EagleHeads.for_target(model.config, [0, 1], proposed, 2).attach(*weights)
             return EagleTask(model, eagle, *common)
+        if kind == "dspark":
+            dspark = DSparkHeads.for_target(model.config, 1, 2, 2, proposed=proposed, rank=3).attach(*weights)
+            return DSparkTask(model, dspark, *common, anchors=3)
         dflash = DFlashHeads.for_target(model.config, 1, 3, 2, proposed=proposed).attach(*weights)
         return DFlashTask(model, dflash, *common, anchors=3)
     heads = PredictionHeads.from_lm_head(model.get_output_embeddings().weight.detach().clone(), 2, 1)

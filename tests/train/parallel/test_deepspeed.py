@@ -100,6 +100,7 @@ JOBS: list[dict[str, Any]] = [
     {"name": "heads", "model": UNEVEN, "task": "heads"},
     {"name": "eagle", "model": UNEVEN, "task": "eagle"},
     {"name": "dflash", "model": UNEVEN, "task": "dflash"},
+    {"name": "dspark", "model": UNEVEN, "task": "dspark"},
     {"name": "parallel", "model": UNEVEN, "parallel": True},
     {"name": "bf16", "model": UNEVEN, "config": {"precision": "bf16"}},
 ]
@@ -111,7 +112,7 @@ def runs(one: Callable[..., Path], launch_zero: Launch, tmp_path_factory: pytest
 
 
 @STAGES
-@pytest.mark.parametrize("name", ["untied", "tied", "heads", "eagle", "dflash", "parallel"])
+@pytest.mark.parametrize("name", ["untied", "tied", "heads", "eagle", "dflash", "dspark", "parallel"])
 def test_losses_norms_and_weights_equal_those_of_one_process(
     runs: Runs, one: Callable[..., Path], logged: Logged, stage: int, name: str
 ):
@@ -132,7 +133,7 @@ def test_losses_norms_and_weights_equal_those_of_one_process(
 
 
 @pytest.mark.parametrize(
-    "options", [*({"task": kind} for kind in ("heads", "eagle", "dflash")), {"parallel": True}], ids=str
+    "options", [*({"task": kind} for kind in ("heads", "eagle", "dflash", "dspark")), {"parallel": True}], ids=str
 )
 def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(
     one: Callable[..., Path], worker: ModuleType, logged: Logged, options: dict[str, Any], tmp_path: Path
