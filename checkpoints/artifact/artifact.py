@@ -164,7 +164,7 @@ def check_replaceable(out: Path) -> None:
     """Raise ValueError if `out` contains files but no artifact, or is not writable."""
     check_writable(out, folder=True)
     if out.is_dir() and not (out / MANIFEST_FILE).is_file() and any(out.iterdir()):
-        raise ValueError(f"{out} contains files that are not an artifact and is not overwritten: choose another folder")
+        raise ValueError(f"{out} contains files of no artifact, which are not overwritten: choose another folder")
 
 
 def _hash_all(directory: Path) -> dict[str, dict[str, Any]]:

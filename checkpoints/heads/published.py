@@ -98,7 +98,7 @@ def read_published(
     fed = stored["fc.weight"].shape[1] if "fc.weight" in stored else 0
     if fed != len(layers) * sizes.hidden_size:
         expected = f"{len(layers)} layers of {sizes.hidden_size}"
-        raise ValueError(f"{directory}: fc.weight has {fed} columns, but the config lists {expected}")
+        raise ValueError(f"{directory}: fc.weight has {fed} columns, but the config implies {expected}")
     return fill_heads(EagleHeads(sizes, layers, proposed), stored, directory).eval()
 
 

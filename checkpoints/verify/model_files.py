@@ -307,7 +307,7 @@ def names_of_embeddings(model: PreTrainedModel) -> tuple[str, str, str | None]:
 def read_tensor(source: str, name: str, prefix: str = "") -> Tensor | None:
     """Load a floating-point tensor from the safetensors files of a folder or hub id; None if it is missing.
 
-    Files of a base model store the tensor without `prefix`, which is also tried. Raises ValueError for invalid files.
+    The name without `prefix`, as in files of a base model, is tried too. Raises ValueError for invalid files.
     """
     names = (name, name.removeprefix(prefix))
     path = next(iter(_weight_files(source, names.__contains__)), None)

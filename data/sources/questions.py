@@ -124,7 +124,7 @@ def template_questions(count: int, seed: int = 0) -> list[Conversation]:
 
 
 def _fill(template: str, values: Mapping[str, Sequence[str]], rng: random.Random) -> str:
-    """Replace the placeholders of a template by random values, which may contain placeholders of numbers."""
+    """Replace the placeholders of a template with random values, which may contain placeholders for numbers."""
     low, high = sorted(rng.sample(range(2, 10), 2))
     chosen = {name: rng.choice(items) for name, items in values.items()}
     chosen["topic2"] = rng.choice([topic for topic in values["topic"] if topic != chosen["topic"]])

@@ -114,7 +114,7 @@ class DSparkDrafter(DFlashDrafter):
         return outputs_BMY + torch.cat((bias_BMR, self._confidence_V[tokens_BM][..., None]), -1)
 
     def confidence(self, outputs_XY: Tensor) -> Tensor:
-        """Return the acceptance probabilities [X] that the confidence head predicts for slots, float32."""
+        """Return the acceptance probabilities, float32 [X], that the confidence head predicts for draft tokens."""
         return outputs_XY[..., -1].float().sigmoid()
 
 

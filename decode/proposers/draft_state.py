@@ -30,8 +30,8 @@ def check_drafter(model: LanguageModel, context: Context, max_depth: int) -> Non
     longest = max(context.lengths) + context.limits.max_new_tokens
     if longest - 1 + max_depth > model.max_positions:
         raise ValueError(
-            f"the drafter has {model.max_positions} positions, but the prompt, new and {max_depth} draft tokens "
-            f"need {longest - 1 + max_depth}: reduce max_new_tokens"
+            f"the drafter has {model.max_positions} positions, but the prompt, the new tokens and "
+            f"{max_depth} draft tokens need {longest - 1 + max_depth}: reduce max_new_tokens"
         )
 
 

@@ -98,7 +98,7 @@ def _counted_once(folder: Path, vocab_size: int, stream: np.ndarray, starts: np.
 
 
 def zipf(folder: Path, quick: bool) -> dict[str, Any]:
-    """Measure time and memory of counting by number of tokens."""
+    """Measure the time and memory of counting bigrams, for several numbers of tokens."""
     points = []
     for tokens in (10**7, 10**8, *(() if quick else (10**9,))):
         with tempfile.TemporaryDirectory(dir=folder) as name:

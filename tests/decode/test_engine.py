@@ -106,7 +106,7 @@ def test_samples_do_not_depend_on_other_rows(
 def test_a_drafter_reads_many_tokens_in_a_ragged_batch(
     target_model: LlamaForCausalLM, make_llama: Callable[..., LlamaForCausalLM]
 ) -> None:
-    """Most tokens of the second drafter are rejected, so that it reads more tokens than the other row contains."""
+    """Most draft tokens of one row are rejected, so that its drafter reads more tokens than the other row contains."""
     near = make_llama(VOCAB, seed=0, num_hidden_layers=3)
     with torch.no_grad():
         near.lm_head.weight += 0.05 * torch.randn(near.lm_head.weight.shape, generator=torch.Generator().manual_seed(2))

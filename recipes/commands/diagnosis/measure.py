@@ -77,7 +77,7 @@ def measure_pair(recipe: EvaluateRecipe) -> tuple[list[Finding], dict[str, Any]]
 
 
 class _Probe:
-    """Measurement of one drafter, heads or table with its decoding method in `CHAINS`."""
+    """Measurement of a drafter, heads or a table by the decoding method that `CHAINS` assigns to its kind."""
 
     def __init__(self, case: Case, part: str, signals: Stoppable) -> None:
         self.case, self.part, self.signals, self.target = case, part, signals, case.pair.target

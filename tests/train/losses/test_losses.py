@@ -133,7 +133,7 @@ def test_a_mixture_is_the_weighted_sum_also_of_given_logits():
 @pytest.mark.parametrize("name", TAUGHT)
 @pytest.mark.parametrize("count", [1, 4, 16])
 def test_top_k_merges_the_other_tokens(name: str, count: int):
-    """Losses of dense and sparse teachers equal autograd with the summed probability of the other tokens."""
+    """Losses and gradients equal those of autograd with one event for all other tokens, for both kinds of teachers."""
     (hidden_XD, weight_VD), teacher, labels_X = inputs(23, 6, 17, torch.float64)
     target = logits_of(teacher).softmax(1)
     ids = target.topk(count, dim=1).indices

@@ -114,7 +114,7 @@ def nested_norm(config: dict[str, Any], weights: dict[str, torch.Tensor]) -> Non
 
 
 def other_names(config: dict[str, Any], weights: dict[str, torch.Tensor]) -> None:
-    """Rename `fc_norm` as in heads that only SGLang reads."""
+    """Rename `fc_norm` to the names that only SGLang reads."""
     config["use_aux_norm"] = config.pop("fc_norm")
     for number, name in enumerate(("low", "mid", "high")):
         weights[f"aux_norm_{name}.weight"] = weights.pop(f"fc_norm.{number}.weight")

@@ -80,7 +80,7 @@ def test_a_killed_forge_makes_the_same_decisions(
 
 
 def planned(out: Path, seconds: Sequence[float] = (0.002, 0.002), answer: float = 0.05) -> None:
-    """Write the costs of forward passes (`seconds` for 1 and 64 nodes) and of an answer; equal costs favour heads."""
+    """Write measured costs: forward passes of 1 and 64 nodes (`seconds`), and an answer. Equal costs favour heads."""
     out.mkdir(parents=True)
     costs: dict[str, Any] = {
         "shape": {"layers": 2, "layer_parameters": 1e6, "hidden": 64, "vocabulary": 1000},
