@@ -1,7 +1,9 @@
 """Questions from templates: different, complete, balanced and reproducible."""
 
+import json
 import re
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from draftsmith.data.sources import questions
@@ -18,8 +20,10 @@ def test_questions_are_different_complete_and_reproducible() -> None:
     assert set(texts) != {row.turns[0].text for row in template_questions(900, seed=4)}
 
 
-def test_exhausted_templates_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(questions, "_TEMPLATES", {"chat": "What is a {reader}?"})
+def test_exhausted_templates_are_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    values = json.loads(questions._FILE.read_text(encoding="utf-8"))["values"]
+    (tmp_path / "q.json").write_text(json.dumps({"templates": {"chat": ["What is a {reader}?"]}, "values": values}))
+    monkeypatch.setattr(questions, "_FILE", tmp_path / "q.json")
     assert len(template_questions(14)) == 14
     with pytest.raises(ValueError, match=r"14 different questions, but 15"):
         template_questions(15)
