@@ -320,7 +320,11 @@ def test_the_wheel_contains_only_the_package(wheel: Path) -> None:
     assert {name.partition("/")[0] for name in names} == {"draftsmith", info}
     shipped = {name.removeprefix("draftsmith/") for name in names if name.startswith("draftsmith/")}
     recipes = {path for kind in ("yaml", "json", "md", "html") for path in (ROOT / "recipes").rglob(f"*.{kind}")}
-    other_files = (*(ROOT / "checkpoints").rglob("*.j2"), *(ROOT / "decode").rglob("*.[ch]"))
+    other_files = (
+        *(ROOT / "checkpoints").rglob("*.j2"),
+        *(ROOT / "data").rglob("*.json"),
+        *(ROOT / "decode").rglob("*.[ch]"),
+    )
     expected = {str(path.relative_to(ROOT)) for path in (*MODULES, *recipes, *other_files)}
     assert len(recipes) >= 2
     assert shipped == expected | {"__init__.py", "__main__.py", "py.typed"}
