@@ -2,7 +2,7 @@
 
 Letters: X positions, K heads (1 for a drafter), C positions of a chunk, R rows of a block (a part of a chunk), D hidden
 of the drafter, E hidden of the teacher, V vocabulary, F events (the K tokens of a top-k teacher, and "any other"),
-N teacher rows that are used, F also the rank of a low-rank term.
+N teacher rows that are used.
 
 Matrix products run over a *chunk* of positions, into one buffer. Elementwise operations run over *blocks* of a few
 rows, whose intermediate results fit into a CPU's caches. Logits, losses and gradients are computed in the forward pass
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from .objectives import DIVERGENCES, LABELS, cross_entropy_chunk
+from .product import Product
 
 IGNORED = -100  # label of positions that losses skip
 
@@ -179,55 +180,6 @@ def product_type(values: Tensor) -> torch.dtype:
     """Return the dtype of matrix products: the autocast dtype if autocast is enabled, else the dtype of `values`."""
     kind = values.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else values.dtype
-
-
-class Product:
-    """Matrix product of hidden states and a projection in `dtype`. Each call overwrites the previous result.
-
-    With `low_rank_VF`, the last F columns of the states are factors, whose product with it is added.
-    """
-
-    def __init__(self, dtype: torch.dtype, low_rank_VF: Tensor | None = None) -> None:
-        self._dtype = dtype
-        self._low_rank_VF = None if low_rank_VF is None else low_rank_VF.detach().to(dtype)
-        self._weight_VD: Tensor | None = None
-        self._out_CV: Tensor | None = None
-
-    def cast(self, weight_VD: Tensor) -> Tensor:
-        """Convert a projection to the dtype of the products. Only the most recent result is cached."""
-        if self._weight_VD is not weight_VD:
-            self._weight_VD = self._cast_VD = None
-            self._weight_VD, self._cast_VD = weight_VD, weight_VD.detach().to(self._dtype)
-        assert self._cast_VD is not None
-        return self._cast_VD
-
-    def __call__(self, hidden_CD: Tensor, weight_VD: Tensor | None) -> Tensor:
-        """Compute logits [C, V] from detached states [C, D]. Without a projection, the states are logits."""
-        if weight_VD is None:
-            return hidden_CD
-        if self._out_CV is None or len(self._out_CV) < len(hidden_CD):
-            self._out_CV = None
-            self._out_CV = hidden_CD.new_empty((len(hidden_CD), len(weight_VD)), dtype=self._dtype)
-        out_CV = self._out_CV[: len(hidden_CD)]
-        states_CD, *factors = self.split(hidden_CD.to(self._dtype))
-        torch.mm(states_CD, self.cast(weight_VD).T, out=out_CV)
-        for factors_CF in factors:
-            assert self._low_rank_VF is not None
-            out_CV.addmm_(factors_CF, self._low_rank_VF.T)
-        return out_CV
-
-    def split(self, hidden_CD: Tensor) -> tuple[Tensor, ...]:
-        """Return the states and, if there are any, the factors."""
-        if self._low_rank_VF is None:
-            return (hidden_CD,)
-        return hidden_CD.split((hidden_CD.shape[1] - self._low_rank_VF.shape[1], self._low_rank_VF.shape[1]), 1)
-
-    def to_states(self, grad_CV: Tensor, weight_VD: Tensor | None) -> Tensor:
-        """Return the gradient of the states [C, D], given that of the product."""
-        if weight_VD is None:
-            return grad_CV
-        grad_CD = grad_CV @ self.cast(weight_VD)
-        return grad_CD if self._low_rank_VF is None else torch.cat((grad_CD, grad_CV @ self._low_rank_VF), 1)
 
 
 class Plan:

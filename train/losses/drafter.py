@@ -16,7 +16,6 @@ from .chunks import (
     FusedLoss,
     Output,
     Plan,
-    Product,
     SparseTeacher,
     Targets,
     Teacher,
@@ -28,6 +27,7 @@ from .chunks import (
     to_events,
     upcast,
 )
+from .product import Product
 
 TOP = 5  # number of tokens in "top-5" metrics
 
