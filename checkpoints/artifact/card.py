@@ -19,6 +19,8 @@ _KINDS = {
     "heads": ("prediction heads on a target's hidden states", "medusa", ["medusa", "prediction-heads"]),
     "table": ("a bigram table: counts of adjacent token pairs", "bigram", ["bigram-table"]),
     "target": ("a target model for speculative decoding", None, []),
+    "dflash": ("a DFlash drafter, which predicts a block of tokens with one forward pass", None, ["dflash"]),
+    "dspark": ("a DSpark drafter, which predicts a block of tokens with one forward pass", None, ["dspark"]),
     "eagle3": ("EAGLE-3 heads on a target's hidden states", None, ["eagle3", "prediction-heads"]),
 }
 """Description, decoding method and hub tags of each type of artifact."""
@@ -43,9 +45,10 @@ class Evidence:
 def model_card(manifest: Manifest, name: str, evidence: Evidence | None = None) -> str:
     """Render the README.md of an artifact. `name` is the name of its folder or repository."""
     known = evidence or Evidence()
-    is_eagle = manifest.shapes.get("architecture") == "eagle3"
+    architecture = str(manifest.shapes.get("architecture"))
+    reads_states = architecture in ("eagle3", "dflash", "dspark")
     is_native = manifest.export is None or bool(manifest.export.get("native"))
-    description, method, tags = _KINDS["eagle3" if is_eagle else manifest.role]
+    description, method, tags = _KINDS[architecture if reads_states else manifest.role]
     is_model = manifest.kind in ("drafter", "target")
     head = {
         "library_name": "transformers" if is_model and is_native else "draftsmith",
@@ -63,7 +66,7 @@ def model_card(manifest: Manifest, name: str, evidence: Evidence | None = None) 
         head=yaml.safe_dump(head, sort_keys=False, allow_unicode=True, width=1 << 20),
         what=description,
         method=method,
-        is_eagle=is_eagle,
+        reads_states=reads_states,
         is_native=is_native,
         loader="AutoModelForSeq2SeqLM" if _is_encoder_decoder(manifest) else "AutoModelForCausalLM",
         target=python(name) if manifest.role == "target" else _target(manifest.target or {}),

@@ -7,9 +7,9 @@ from typing import Any
 from safetensors.torch import load_file
 
 from ..heads.eagle import EagleHeads, load_eagle, save_eagle
-from ..heads.layouts import is_eagle
+from ..heads.layouts import is_dflash, is_eagle
 from ..pairs.eagle import NORM_VERSIONS, READERS, examine_eagle
-from ..pairs.sides import REFUSED, read_model_info
+from ..pairs.sides import REFUSED, Diagnosis, read_model_info
 from ..pairs.speculation import SPECULATIVE_TOKENS
 from ..storage.names import WHOLE_FILES
 from .base import ExportOptions, Format, Source, check_same_tensors, needed_target
@@ -18,6 +18,8 @@ from .target import load_tokenizer
 
 def eagle_of(source: Source) -> EagleHeads:
     """Load an artifact's EAGLE-3 heads. Raises ValueError if the heads are incomplete or of a different type."""
+    if is_dflash(source.folder):
+        raise ValueError(f"{source.folder} contains a DFlash drafter, not EAGLE-3 heads: export it with --to dflash")
     if not is_eagle(source.folder):
         raise ValueError(f"{source.folder} contains Medusa heads, not EAGLE-3 heads: export them with --to medusa")
     heads = load_eagle(source.folder)
@@ -42,12 +44,19 @@ def check_eagle(source: Source, options: ExportOptions, readers: Collection[str]
     """
     target = needed_target(source, options, "the number of its layers is required")
     diagnosis = examine_eagle(read_model_info(target, load_tokenizer), str(source.folder), source.folder)
+    return verdict_lines(diagnosis, readers, readers)
+
+
+def verdict_lines(diagnosis: Diagnosis, readers: Collection[str], required: Collection[str]) -> list[str]:
+    """Return one line per engine in `readers`. Raises ValueError if an engine in `required` refuses the drafter."""
     lines = []
     for name in readers:
         verdict = diagnosis.verdicts[name]
         reasons = "; ".join(verdict.reasons)
-        if verdict.outcome == REFUSED:
-            raise ValueError(f"{source.folder} does not work with the target {target} in {name}: {reasons}")
+        if verdict.outcome == REFUSED and name in required:
+            raise ValueError(
+                f"{diagnosis.drafter} does not work with the target {diagnosis.target} in {name}: {reasons}"
+            )
         suffix = f" ({reasons})" if reasons else ""
         lines.append(f"layers, norms and vocabulary in {diagnosis.consumers[name]}: {verdict.outcome}{suffix}")
     return lines

@@ -12,7 +12,7 @@ E head size, V vocabulary, R draft vocabulary.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -82,6 +82,11 @@ class DFlashHeads(AuxiliaryHeads):
         self.hidden_norm, self.norm = Norm(hidden, config.rms_norm_eps), Norm(hidden, config.rms_norm_eps)
         self.layer_stack = nn.ModuleList(_Layer(config) for _ in range(config.num_hidden_layers))
         self.rotary_emb = Qwen3RotaryEmbedding(config)
+
+    @property
+    def facts(self) -> dict[str, int]:
+        """Sizes that the manifest of an artifact lists."""
+        return {"num_layers": len(self.layer_stack), "block_size": self.block_size, "mask_token": self.mask}
 
     @classmethod
     def for_target(
@@ -259,17 +264,59 @@ def load_dflash(directory: Path, dtype: torch.dtype | None = None) -> DFlashHead
     """
     directory = Path(directory)
     stored, config = load_file(directory / WHOLE_FILES[0]), Qwen3Config.from_pretrained(directory)
-    heads = DFlashHeads(config, *dflash_settings(directory), draft_tokens_in(stored))
-    return fill_dflash(heads, stored, directory).to(dtype=dtype).eval()
+    return build_dflash(config, read_json(directory / CONFIG_FILE), stored, directory).to(dtype=dtype).eval()
+
+
+def build_dflash(
+    sizes: Qwen3Config, config: Mapping[str, Any], stored: Mapping[str, Tensor], directory: Path
+) -> DFlashHeads:
+    """Create a drafter from stored tensors and a config, whose settings must be those that DFlash drafters support.
+
+    Raises ValueError as `load_dflash` does. `directory` is named in messages.
+    """
+    path = directory / CONFIG_FILE
+    if faults := setting_faults(config):
+        raise ValueError(f"{path}: {next(iter(faults.values()))}, which is not supported")
+    layers, mask, block_size = _read_settings(config, path)
+    return fill_dflash(DFlashHeads(sizes, layers, mask, block_size, draft_tokens_in(stored)), stored, directory)
 
 
 Block = TypeVar("Block", bound=DFlashHeads)
 
 
-def fill_dflash(heads: Block, stored: dict[str, Tensor], directory: Path) -> Block:
+def fill_dflash(heads: Block, stored: Mapping[str, Tensor], directory: Path) -> Block:
     """Load stored tensors into a drafter. Raises ValueError if a tensor is invalid."""
     stored = {name.replace("layers.", "layer_stack.", 1): tensor for name, tensor in stored.items()}
     return fill_heads(heads, stored, directory)
+
+
+def setting_faults(config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the settings of a config with which the forward pass differs from `DFlashHeads`.
+
+    The keys are short names of what differs, the values show the settings.
+    """
+    section = settings_section(config)
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    factor = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    kinds = {*(config.get("layer_types") or ())} - {"full_attention"}
+    is_sliding = kinds or section.get("use_swa") or config.get("use_sliding_window")
+    faults = {
+        "partial rotary positions": factor not in (None, 1) and f"partial_rotary_factor is {factor}",
+        "multimodal rotary positions": next((f"{name} is set" for name in rope if name.startswith("mrope")), ""),
+        "rotary layout": config.get("is_neox_style", True) is False and "is_neox_style is false",
+        "causal attention": (config.get("is_causal") or section.get("causal")) and "the block is causal",
+        "sliding layers": is_sliding and f"layers have sliding attention ({', '.join(sorted(kinds)) or 'by a flag'})",
+        "predicting anchor": (config.get("sample_from_anchor") or section.get("sample_from_anchor"))
+        and "sample_from_anchor is true",
+        "activation": config.get("hidden_act") not in (None, "silu") and f"hidden_act is {config.get('hidden_act')}",
+    }
+    return {name: str(fault) for name, fault in faults.items() if fault}
+
+
+def settings_section(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the section of DFlash settings in a config; empty if there is none."""
+    section = config.get(SETTINGS)
+    return section if isinstance(section, dict) else {}
 
 
 def dflash_settings(directory: Path) -> tuple[list[int], int, int]:
@@ -278,9 +325,11 @@ def dflash_settings(directory: Path) -> tuple[list[int], int, int]:
     Raises ValueError if a setting is missing from the config or invalid.
     """
     path = Path(directory) / CONFIG_FILE
-    config = read_json(path)
-    section = config.get(SETTINGS)
-    section = section if isinstance(section, dict) else {}
+    return _read_settings(read_json(path), path)
+
+
+def _read_settings(config: Mapping[str, Any], path: Path) -> tuple[list[int], int, int]:
+    section = settings_section(config)
     named, mask = (section.get(key, config.get(key)) for key in (LAYER_IDS, MASK))
     if not isinstance(named, list) or not named or not all(type(layer) is int and layer >= 0 for layer in named):
         raise ValueError(f"{path}: {SETTINGS}.{LAYER_IDS} must be a list of layers of the target, got {named!r}")

@@ -1,6 +1,6 @@
-"""Loading of published EAGLE-3 heads, in the format of serving engines or of speculators.
+"""Loading of published EAGLE-3 heads and DFlash drafters, in the formats of serving engines and of speculators.
 
-See `pairs/eagle.py` for the layers that each engine reads from a config.
+See `pairs/eagle.py` and `pairs/dflash.py` for what each engine reads from a config.
 """
 
 import re
@@ -10,16 +10,29 @@ from typing import Any
 
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import LlamaConfig
+from transformers import LlamaConfig, Qwen3Config
 
 from ..storage.draft_vocabulary import TOKENS, check_tokens
 from ..storage.names import CONFIG_FILE, PICKLED_WHOLE_FILES, WHOLE_FILES
 from ..storage.safe_read import read_json
-from .auxiliary import HEAD, draft_tokens_in, fill_heads
+from .auxiliary import HEAD, check_layers, draft_tokens_in, fill_heads
+from .dflash import BLOCK, MASK, SETTINGS, DFlashHeads, build_dflash, settings_section
+from .dflash import LAYER_IDS as OUTPUT_IDS
 from .eagle import FC_NORM, LAYER_IDS, NORM_BEFORE_FC, NORMED, NORMS, EagleHeads, default_layers
-from .layouts import EAGLE, read_pickled
+from .layouts import DFLASH, EAGLE, read_pickled
 
 SPECULATORS = "speculators_model_type"
+TRANSFORMERS_DFLASH = "muse_glimmer_assistant"
+"""`model_type` of DFlash drafters in transformers, with other names of two tensors."""
+MASK_EMBEDDING = "mask_embedding.pt"
+"""File with a trained embedding of the mask token."""
+ENCODER = {"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."}
+"""Mapping from prefixes of tensor names in transformers to those of serving engines."""
+DFLASH_SIZES = (
+    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+    *("head_dim", "vocab_size", "rms_norm_eps", "max_position_embeddings", "rope_parameters"),
+)
+"""Config keys that the drafter's layers are built from."""
 _EMBEDDINGS = "embed_tokens.weight"
 _IGNORED = re.compile(r"t2d|.*rotary_emb\.inv_freq")
 _VARIANTS = ("mask_hidden", "layers.1.", "q_norm", "k_norm", "bias")
@@ -134,3 +147,61 @@ def _check_embeddings(stored_VD: Tensor | None, embedding_VD: Tensor | None, dir
             return
         raise ValueError(f"{directory}: {_EMBEDDINGS} differs from the target's by up to {gap:.3g}: check the target")
     raise ValueError(f"{directory}: {_EMBEDDINGS} is {list(stored_VD.shape)}, expected {list(embedding_VD.shape)}")
+
+
+def is_published_dflash(directory: Path) -> bool:
+    """Check if a folder contains a DFlash drafter in any format. Raises ValueError if the config is invalid."""
+    path = directory / CONFIG_FILE
+    config = read_json(path) if path.is_file() else {}
+    is_named = DFLASH in (config.get("architectures") or []) or config.get(SPECULATORS) == "dflash"
+    return is_named or config.get("model_type") == TRANSFORMERS_DFLASH
+
+
+def common_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert the config of a DFlash drafter in any format to the keys that `save_dflash` writes.
+
+    The ids of target layers then follow the convention of `dflash_config`, which counts the outputs of layers.
+    """
+    common: dict[str, Any] = {**config, **(config.get("transformer_layer_config") or {})}
+    section = {name: config.get(name) for name in (OUTPUT_IDS, MASK, BLOCK)} | settings_section(config)
+    inputs = config.get("aux_hidden_state_layer_ids") or config.get(LAYER_IDS)
+    if section[OUTPUT_IDS] is None and inputs:
+        section[OUTPUT_IDS] = [layer - 1 for layer in inputs if type(layer) is int]
+    if config.get("model_type") == TRANSFORMERS_DFLASH:  # its layers are sliding by default
+        common.setdefault("layer_types", ["sliding_attention"])
+    return common | {SETTINGS: section}
+
+
+def read_published_dflash(
+    directory: Path, target: Any, embedding_VD: Tensor | None = None, *, unpickle: bool = False
+) -> DFlashHeads:
+    """Load a published DFlash drafter for a target, given its configuration and optionally its embeddings.
+
+    Raises ValueError if the drafter is of an unsupported variant, or does not fit the target.
+    """
+    path, config = directory / CONFIG_FILE, read_json(directory / CONFIG_FILE)
+    if (directory / MASK_EMBEDDING).is_file():
+        raise ValueError(f"{directory}: {MASK_EMBEDDING} (a trained mask embedding) is not supported")
+    common, inputs, count = common_settings(config), config.get(LAYER_IDS), target.num_hidden_layers
+    ids = common[SETTINGS][OUTPUT_IDS]
+    if not isinstance(ids, list) or not ids or not all(type(layer) is int and 0 <= layer < count - 1 for layer in ids):
+        raise ValueError(f"{path}: {SETTINGS}.{OUTPUT_IDS} must be a list of layers in 0 to {count - 2}, got {ids!r}")
+    check_layers(ids, count)
+    if inputs is not None and inputs != [layer + 1 for layer in ids]:
+        raise ValueError(f"{path}: {LAYER_IDS} {inputs} (inputs) and {OUTPUT_IDS} {ids} (outputs) are different layers")
+    for name in ("vocab_size", "hidden_size"):
+        if common.get(name) != getattr(target, name):
+            raise ValueError(f"{directory}: {name} is {common.get(name)}, expected {getattr(target, name)}")
+    stored = {}
+    for name, tensor in _tensors(directory, unpickle).items():
+        prefix = next((prefix for prefix in (*ENCODER, "midlayer.") if name.startswith(prefix)), "")
+        stored[ENCODER.get(prefix, "layers.0." if prefix else "") + name.removeprefix(prefix)] = tensor
+    stored = {name: tensor for name, tensor in stored.items() if not name.startswith("verifier_")}  # of the target
+    _check_embeddings(stored.pop(_EMBEDDINGS, None), embedding_VD, directory)
+    if TOKENS in stored and HEAD not in stored:
+        raise ValueError(f"{directory}: {TOKENS} has offsets of draft tokens, but {HEAD} is missing")
+    names = (*DFLASH_SIZES, "rope_theta", "rope_scaling")
+    sizes = Qwen3Config(**{name: common[name] for name in names if common.get(name) is not None})
+    sizes.num_target_layers, sizes.tie_word_embeddings = count, False
+    sizes.layer_types = ["full_attention"] * sizes.num_hidden_layers
+    return build_dflash(sizes, common, stored, directory).eval()

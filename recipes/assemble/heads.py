@@ -64,6 +64,8 @@ def make_heads_run(recipe: HeadsRecipe, tokenizer: Any, prepare: Callable[[], Pr
     names = ("num_heads", "num_layers", "hidden_size", "vocab_size", "projection_kind", "rank", "states")
     shapes = {name: getattr(heads, name) for name in names if hasattr(heads, name)}
     shapes["architecture"] = recipe.architecture
+    if isinstance(heads, DFlashHeads):
+        shapes |= heads.facts
     if heads.proposed is not None:
         shapes["proposed_tokens"] = len(heads.proposed)
     made_for, sha256 = recipe.target, ref.sha256

@@ -233,8 +233,8 @@ def import_(
 ) -> None:
     """Convert published drafters, heads or GGUF files.
 
-    Drafters, Medusa heads and EAGLE-3 heads become artifacts. A GGUF file becomes a model directory. Example: `import
-    user/eagle3-heads --target Qwen/Qwen3-8B --out runs/heads`.
+    Drafters, Medusa heads, EAGLE-3 heads and DFlash drafters become artifacts. A GGUF file becomes a model directory.
+    Example: `import user/eagle3-heads --target Qwen/Qwen3-8B --out runs/heads`.
     """
     from .artifacts.imports import import_published
 

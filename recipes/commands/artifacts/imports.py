@@ -2,19 +2,24 @@
 
 import glob
 import shlex
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from ....checkpoints.artifact.artifact import check_new, save_artifact
 from ....checkpoints.artifact.compat import patch_model, patch_tokenizer
 from ....checkpoints.artifact.locate import fetch, find_folder
 from ....checkpoints.artifact.model_ref import resolve_model, target_record, tokenizer_fingerprint
+from ....checkpoints.heads.dflash import save_dflash
 from ....checkpoints.heads.eagle import save_eagle
 from ....checkpoints.heads.files import save_heads
 from ....checkpoints.heads.layouts import StoredHeads, holds_heads, read_heads, shards_of_heads
-from ....checkpoints.heads.published import is_published_eagle, read_published
+from ....checkpoints.heads.published import MASK_EMBEDDING, is_published_dflash, is_published_eagle
+from ....checkpoints.heads.published import read_published as read_eagle
+from ....checkpoints.heads.published import read_published_dflash as read_dflash
 from ....checkpoints.hub.push_pull import pull
 from ....checkpoints.pairs.checks import check_pair
 from ....checkpoints.pairs.sides import WEIGHTS, read_model_info
@@ -79,7 +84,8 @@ def import_published(
         manifest, commit = pull(source, out)
         log(f"import: wrote {out}: the {manifest.role} of {source} at {commit}, {len(manifest.files)} verified files")
         return
-    is_model = _may_be_model(folder) and not is_published_eagle(folder) and not holds_heads(folder)
+    is_auxiliary = is_published_eagle(folder) or is_published_dflash(folder)
+    is_model = _may_be_model(folder) and not is_auxiliary and not holds_heads(folder)
     if is_model:
         folder = find_folder(source, [*_FETCHED, *([_PICKLED] if unpickle else [])])
         is_model = not holds_heads(folder)
@@ -184,8 +190,9 @@ def import_heads(
     If a directory contains both Medusa heads and the complete target, `target` is optional.
     """
     check_new(out)
-    if is_published_eagle(find_folder(source, [CONFIG_FILE])):
-        _import_eagle(source, out, target, states, unpickle=unpickle)
+    folder = find_folder(source, [CONFIG_FILE])
+    if is_published_eagle(folder) or is_published_dflash(folder):
+        _import_auxiliary(source, folder, out, target, states, unpickle=unpickle)
         return
     stored = read_heads(_heads_folder(source, unpickle), unpickle=unpickle, states=states)
     log(
@@ -214,24 +221,31 @@ def import_heads(
     log(f"heads: wrote {out}, for {target}")
 
 
-def _import_eagle(source: str, out: Path, target: str | None, states: str | None, *, unpickle: bool) -> None:
-    """Convert EAGLE-3 heads to an artifact. The format of the `speculators` library is also supported."""
+def _import_auxiliary(
+    source: str, folder: Path, out: Path, target: str | None, states: str | None, *, unpickle: bool
+) -> None:
+    """Convert EAGLE-3 heads or a DFlash drafter to an artifact, also from the format of the `speculators` library."""
+    is_block = is_published_dflash(folder)
+    what = "the DFlash drafter" if is_block else "the EAGLE-3 heads"
     if target is None:
-        raise ValueError(f"the target of the EAGLE-3 heads in {source} is missing: pass --target")
+        raise ValueError(f"the target of {what} in {source} is missing: pass --target")
     if states is not None:
-        raise ValueError(f"--states applies only to Medusa heads, but {source} has EAGLE-3 heads: remove the option")
-    names = [CONFIG_FILE, WHOLE_FILES[0], *([PICKLED_WHOLE_FILES[0]] if unpickle else [])]
+        raise ValueError(f"--states applies only to Medusa heads, but {source} has {what[4:]}: remove the option")
+    names = [CONFIG_FILE, WHOLE_FILES[0], MASK_EMBEDDING, *([PICKLED_WHOLE_FILES[0]] if unpickle else [])]
     config = load_config(target).get_text_config(decoder=True)
     embedding_VD = read_tensor(target, "model.embed_tokens.weight")
-    heads = read_published(find_folder(source, names), config, embedding_VD, unpickle=unpickle)
+    read: Callable[..., Any] = read_dflash if is_block else read_eagle
+    heads = read(find_folder(source, names), config, embedding_VD, unpickle=unpickle)
     shapes = {name: getattr(heads, name) for name in ("hidden_size", "vocab_size", "projection_kind", "states")}
-    shapes["architecture"] = "eagle3"
+    shapes["architecture"] = "dflash" if is_block else "eagle3"
+    if is_block:
+        shapes |= {"num_heads": heads.num_heads, **heads.facts}
     if heads.proposed is not None:
         shapes["proposed_tokens"] = len(heads.proposed)
     save_artifact(
         out,
         kind="heads",
-        write=lambda folder: save_eagle(heads, folder),
+        write=partial(save_dflash if is_block else save_eagle, heads),
         vocab_size=heads.vocab_size,
         tokenizer_fingerprint=tokenizer_fingerprint(load_tokenizer(target)),
         target=_record_target(target),

@@ -18,8 +18,9 @@ from typing import Any
 
 from ....checkpoints.artifact.artifact import load_manifest
 from ....checkpoints.artifact.locate import find_folder
-from ....checkpoints.heads.published import is_published_eagle
+from ....checkpoints.heads.published import is_published_dflash, is_published_eagle
 from ....checkpoints.pairs.checks import examine
+from ....checkpoints.pairs.dflash import examine_dflash
 from ....checkpoints.pairs.eagle import examine_eagle
 from ....checkpoints.pairs.repair import repair
 from ....checkpoints.pairs.sides import REFUSED, WEIGHTS, WORKS, Diagnosis, read_model_info
@@ -62,8 +63,8 @@ def check_pair(
         as_json: Whether to print the findings as JSON.
 
     Returns:
-        True if no fault was found, and the pair works in draftsmith and transformers (EAGLE-3 heads: in every checked
-        engine).
+        True if no fault was found, and the pair works in draftsmith and transformers (EAGLE-3 heads and DFlash
+        drafters: in every checked engine).
     """
     if out is not None and (out.suffix != ".json" or out.is_dir()):
         raise ValueError(f"--out must be a .json file, got {out}")
@@ -78,10 +79,12 @@ def check_pair(
             drafter = str(fix)
         folder = find_folder(drafter, ["*.json"])
         kind = load_manifest(folder).kind if (folder / MANIFEST_FILE).is_file() else "drafter"
-        is_eagle = is_published_eagle(folder)
+        is_eagle, is_block = is_published_eagle(folder), is_published_dflash(folder)
+        if is_block and prompts is not None:
+            raise ValueError(f"--prompts does not support the DFlash drafter {drafter}: measure it with `evaluate`")
         result: dict[str, Any] = {"target": target, "drafter": drafter, "findings": [], "verdicts": None}
         if is_eagle or prompts is None or kind not in ("heads", "table"):
-            diagnosis = _check_files(target, drafter, is_eagle)
+            diagnosis = _check_files(target, drafter)
             result |= diagnosis.as_json()
             if is_eagle and prompts is not None:
                 _check_decodes(diagnosis, folder)
@@ -92,7 +95,7 @@ def check_pair(
         write_json(_to_text(result))
     else:
         show_diagnosis(result, console())
-    return _is_sound(result, is_eagle)
+    return _is_sound(result, every_engine=is_eagle or is_block)
 
 
 def _measure(result: dict[str, Any], recipe: EvaluateRecipe, out: Path | None) -> None:
@@ -111,10 +114,12 @@ def _to_text(result: dict[str, Any]) -> str:
     return json.dumps(result, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
 
-def _check_files(target: str, drafter: str, is_eagle: bool) -> Diagnosis:
-    if is_eagle:
-        folder = find_folder(drafter, ["*.json", WEIGHTS])
-        return examine_eagle(read_model_info(target, load_tokenizer), drafter, folder)
+def _check_files(target: str, drafter: str) -> Diagnosis:
+    folder = find_folder(drafter, ["*.json"])
+    for is_known, examine_heads in ((is_published_eagle, examine_eagle), (is_published_dflash, examine_dflash)):
+        if is_known(folder):
+            folder = find_folder(drafter, ["*.json", WEIGHTS])
+            return examine_heads(read_model_info(target, load_tokenizer), drafter, folder)
     return examine(read_model_info(target, load_tokenizer), read_model_info(drafter, load_tokenizer))
 
 
@@ -128,15 +133,15 @@ def _check_decodes(diagnosis: Diagnosis, folder: Path) -> None:
         raise ValueError(f"{diagnosis.drafter} is not an artifact: import it with `{shlex.join(command)}`")
 
 
-def _is_sound(result: dict[str, Any], is_eagle: bool) -> bool:
+def _is_sound(result: dict[str, Any], *, every_engine: bool) -> bool:
     verdicts = result["verdicts"] or {}
-    judged = [each for name, each in verdicts.items() if is_eagle or name in ("transformers", "draftsmith")]
+    judged = [each for name, each in verdicts.items() if every_engine or name in ("transformers", "draftsmith")]
     return all(each["outcome"] == WORKS for each in judged) and not any(each["is_fault"] for each in result["findings"])
 
 
 def pair_verdict(target: str, drafter: str, consumer: str) -> str | None:
     """Return the reasons why the engine `consumer` does not fully support a pair, or None if it does."""
-    verdict = _check_files(target, drafter, is_eagle=False).verdicts[consumer]
+    verdict = _check_files(target, drafter).verdicts[consumer]
     return None if verdict.outcome == WORKS else f"{verdict.outcome}: {'; '.join(verdict.reasons)}"
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from ....checkpoints.artifact.artifact import load_manifest
 from ....checkpoints.export.base import ExportOptions, export_artifact
 from ....checkpoints.export.gguf import find_converter
-from ....checkpoints.heads.layouts import is_eagle
+from ....checkpoints.heads.layouts import drafts_blocks, is_dspark, is_eagle
 from ....checkpoints.storage.gguf import gguf_file, is_gguf
 from ....checkpoints.storage.names import MANIFEST_FILE
 from ....decode.evaluation.tuning.tuner import Workload
@@ -50,10 +50,11 @@ def check_engine(recipe: ForgeRecipe) -> None:
 
 def form_for(engine: str, artifact: Path) -> str | None:
     """Return the format for exporting an artifact to an engine, or None if the engine does not support its kind."""
-    kind, eagle = load_manifest(artifact).kind, is_eagle(artifact)
+    kind = load_manifest(artifact).kind
+    prefix = "eagle3" if is_eagle(artifact) else "dflash" if drafts_blocks(artifact) else "medusa"
     fitting = [form for form in ENGINES[engine].forms if FORMATS[form].kind == kind]
-    fitting = [form for form in fitting if kind != "heads" or form.startswith("eagle3") == eagle]
-    return fitting[0] if fitting else None
+    fitting = [form for form in fitting if kind != "heads" or form.startswith(prefix)]
+    return fitting[0] if fitting and not is_dspark(artifact) else None
 
 
 def tune_in_engine(recipe: ForgeRecipe, name: str, artifact: Path | None, prompts: int) -> list[str]:

@@ -83,6 +83,9 @@ def _sglang(target: str, draft: Draft | None) -> list[str]:
     if draft is None:
         return command
     command += ["--speculative-algorithm", ENGINES["sglang"].forms[draft.form]]
+    if draft.form == "dflash":
+        command += ["--speculative-draft-model-path", draft.folder]
+        return [*command, "--speculative-num-draft-tokens", str(draft.tokens + 1)]
     command += ["--speculative-draft-model-path", draft.folder, "--speculative-num-steps", str(draft.tokens)]
     return [*command, "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", str(draft.tokens + 1)]
 
@@ -101,8 +104,10 @@ def _llama_cpp_lookup(tokens: int) -> list[str]:
 
 
 ENGINES = {
-    "vllm": Engine({"vllm-sglang": "draft_model", "eagle3": "eagle3", "medusa": "medusa"}, _vllm, _vllm_lookup),
-    "sglang": Engine({"vllm-sglang": "STANDALONE", "eagle3": "EAGLE3"}, _sglang),
+    "vllm": Engine(
+        {"vllm-sglang": "draft_model", "eagle3": "eagle3", "medusa": "medusa", "dflash": "dflash"}, _vllm, _vllm_lookup
+    ),
+    "sglang": Engine({"vllm-sglang": "STANDALONE", "eagle3": "EAGLE3", "dflash": "DFLASH"}, _sglang),
     "llama.cpp": Engine({"gguf": "draft-simple", "eagle3-gguf": "draft-eagle3"}, _llama_cpp, _llama_cpp_lookup),
 }
 
