@@ -13,6 +13,7 @@ import pytest
 from draftsmith.checkpoints.artifact.artifact import load_manifest, save_artifact
 from draftsmith.checkpoints.storage.names import MANIFEST_FILE
 from draftsmith.recipes.commands.serving.engines import commands_of
+from draftsmith.recipes.commands.serving.lengths import max_draft_tokens
 from draftsmith.recipes.schema.results import load_results
 
 
@@ -126,6 +127,21 @@ def test_unsupported_exports_are_refused(
     save_artifact(other, kind="drafter", write=lambda folder: (folder / "x").write_text("x"), **about)
     with pytest.raises(ValueError, match=match):
         commands_of(other, engine)
+
+
+def test_a_block_is_drafted_with_one_forward(export: Path) -> None:
+    """The number of draft tokens of SGLang includes the anchor."""
+    about: dict[str, Any] = {key: {} for key in ("recipe", "data", "training")} | {"shapes": {"num_heads": 7}}
+    about |= {"vocab_size": 16, "tokenizer_fingerprint": None, "target": {"id": "some/target"}}
+    about["export"] = load_manifest(export).export | {"format": "dflash"}  # type: ignore[operator]
+    drafter = export.with_name("dflash")
+    save_artifact(drafter, kind="heads", write=lambda folder: (folder / "x").write_text("x"), **about)
+    assert max_draft_tokens(drafter) == 7
+    vllm, sglang = (" ".join(commands_of(drafter, engine)[0]) for engine in ("vllm", "sglang"))
+    assert '"method": "dflash"' in vllm
+    assert '"num_speculative_tokens": 7' in vllm
+    assert "--speculative-algorithm DFLASH" in sglang
+    assert "--speculative-num-draft-tokens 8" in sglang
 
 
 @pytest.mark.slow
