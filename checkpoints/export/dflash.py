@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from ..heads.auxiliary import HEAD
 from ..heads.dflash import BLOCK, LAYER_IDS, MASK, SETTINGS, DFlashHeads, load_dflash, save_dflash
-from ..heads.layouts import is_dflash
+from ..heads.layouts import is_dflash, is_dspark
 from ..heads.published import DFLASH_SIZES, ENCODER, TRANSFORMERS_DFLASH, read_published_dflash
 from ..pairs.dflash import examine_dflash
 from ..pairs.sides import REFUSED, Diagnosis, read_model_info
@@ -27,6 +27,8 @@ _CONTEXT = 7  # tokens before the block that is compared
 
 
 def _load(source: Source) -> DFlashHeads:
+    if is_dspark(source.folder):
+        raise ValueError(f"{source.folder} contains a DSpark drafter, whose files vLLM loads without an export")
     if not is_dflash(source.folder):
         raise ValueError(f"{source.folder} contains no DFlash drafter: export it with --to eagle3 or --to medusa")
     return load_dflash(source.folder)

@@ -118,8 +118,8 @@ def read_heads(directory: Path, *, unpickle: bool = False, states: str | None = 
     directory = Path(directory)
     if is_eagle(directory):
         raise ValueError(f"{directory} contains EAGLE-3 heads: pass them as `drafter`")
-    if is_dflash(directory):
-        raise ValueError(f"{directory} contains a DFlash drafter: pass it as `drafter`")
+    if drafts_blocks(directory):
+        raise ValueError(f"{directory} contains a DFlash or DSpark drafter: pass it as `drafter`")
     path = _find(directory)
     if path is None:
         raise ValueError(f"{directory} contains no heads: expected one of {', '.join(_ORDER)}")

@@ -8,6 +8,7 @@ import pytest
 import torch
 from draftsmith.checkpoints.heads.dflash import save_dflash
 from draftsmith.checkpoints.heads.dspark import DSparkHeads, load_block_drafter
+from draftsmith.checkpoints.heads.layouts import read_heads
 from draftsmith.decode.engine import Limits, decode_texts
 from draftsmith.decode.methods import Parts, build_method
 from draftsmith.decode.models.dflash import DFlashDrafter, DSparkDrafter
@@ -87,6 +88,8 @@ def test_files_are_read_back(
     assert (again.layers, again.mask, again.block_size) == (heads.layers, heads.mask, heads.block_size)
     assert (again.num_heads, again.rank, again.first_slot) == (heads.num_heads, heads.rank, heads.first_slot)
     assert all(torch.equal(weight, again.state_dict()[name]) for name, weight in heads.state_dict().items())
+    with pytest.raises(ValueError, match="contains a DFlash or DSpark drafter: pass it as `drafter`"):
+        read_heads(tmp_path)
 
 
 @pytest.mark.parametrize(
