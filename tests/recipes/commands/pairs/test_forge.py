@@ -281,7 +281,7 @@ def in_vllm(vllm: object, tiny_pair: Path, tmp_path: Path, monkeypatch: pytest.M
 def test_trained_heads_are_exported_and_tuned_in_the_engine(in_vllm: Run, tiny_pair: Path, tmp_path: Path) -> None:
     """The second call reuses finished measurements and starts no engine."""
     lines = in_vllm(tiny_pair / "heads", "heads", batch=[1, 2])
-    assert [line.split(": ")[0] for line in lines if not line.startswith("to serve")] == [
+    assert [line.split(": ")[0] for line in lines if not line.startswith("serve it")] == [
         f"vllm, heads, batch {count}, temperature 0" for count in (1, 2)
     ]
     assert load_manifest(tmp_path / "heads-vllm").export is not None
