@@ -213,13 +213,21 @@ class LanguageModel(AuxiliaryStates, DraftVocabulary, CapturedForwards):
         return mask_BMS[:, None]
 
     def _windowed(self, mask_B1MS: Tensor | None, positions_BM: Tensor, end: int, window: int | None) -> Tensor | None:
-        """Add a layer's attention window to a mask, so that tokens `window` or more positions earlier are masked."""
+        """Add a layer's attention window to a mask, so that tokens `window` or more positions earlier are masked.
+
+        Without a mask, the tokens are a chain, and later tokens are masked too.
+        """
         if window is None or end <= window:
             return mask_B1MS
+        slots_S, hidden_BMS = (
+            torch.arange(end, device=self.device),
+            torch.zeros((), dtype=torch.bool, device=self.device),
+        )
         if mask_B1MS is None:
             mask_B1MS = torch.zeros((), dtype=self.dtype, device=self.device)
-        passed_BMS = torch.arange(end, device=self.device) <= positions_BM[..., None] - window
-        return torch.where(passed_BMS[:, None], -torch.inf, mask_B1MS)
+            hidden_BMS = slots_S > positions_BM[..., None]
+        hidden_BMS = hidden_BMS | (slots_S <= positions_BM[..., None] - window)
+        return torch.where(hidden_BMS[:, None], -torch.inf, mask_B1MS)
 
     @abstractmethod
     def _forward(

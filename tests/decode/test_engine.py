@@ -201,7 +201,7 @@ def test_artifacts_of_another_target_are_refused(
         ("bigram", {"prior": 0.0}, "got 0.0"),
         ("bigram", {"add_k": -0.3}, "add_k.* -0.3"),
         ("prompt-lookup", {"max_ngram": 0}, "'max_ngram' .* at least 1, got 0"),
-        ("prompt-lookup", {"max_ngram": 2, "min_ngram": 3}, "2, got 3"),
+        ("prompt-lookup", {"max_ngram": 2, "min_ngram": 3}, r"\(2\), got 3"),
         ("suffix", {"max_depth": 0}, "at least 1, got 0"),
         ("suffix", {"fallback": "heads", "min_prob": 1.0}, "below 1, got 1.0"),
         ("slim-s", {"min_prob": 1.5}, "below 1, got 1.5"),

@@ -4,7 +4,8 @@
    turns [rows_of_turns, count, width], the cosine and sine of each adjacent pair. row_apart and head_apart are the strides of
    the caches. Token m of a row is written to slot lengths[row] + start + m. If mask is null, it attends to the slots up to
    this slot. Otherwise, it attends to the slots of all tokens, and mask [rows_of_mask, count, end] is added to the scores.
-   rows_of_* are 1 or batch. width is a multiple of 16. Scores have a soft cap unless cap is 0. The result is attended [batch, count, heads, width]. */
+   rows_of_* are 1 or batch. width is a multiple of 16. Scores have a soft cap unless cap is 0. The result is attended
+   [batch, count, heads, width]. */
 
 #include "vectors.h"
 

@@ -184,7 +184,7 @@ def test_impossible_exports_are_refused(form: str, case: Case) -> None:
     options = {"speculative_tokens": BLOCK} if form.startswith("dflash") else {}
     message = {
         "dflash": "at most 3.*got 4", "dflash-transformers": "does not support --speculative-tokens",
-        "eagle3": "export it with --to dflash", "medusa": "contains a DFlash drafter",
+        "eagle3": "export it with --to dflash", "medusa": "contains a DFlash or DSpark drafter",
     }[form]  # fmt: skip
     with pytest.raises(ValueError, match=message):
         case.export(form, **options)
