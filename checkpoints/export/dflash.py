@@ -28,7 +28,9 @@ _CONTEXT = 7  # tokens before the block that is compared
 
 def _load(source: Source) -> DFlashHeads:
     if is_dspark(source.folder):
-        raise ValueError(f"{source.folder} contains a DSpark drafter, whose files vLLM loads without an export")
+        raise ValueError(
+            f"{source.folder} contains a DSpark drafter, which cannot be exported: decode it with `evaluate`"
+        )
     if not is_dflash(source.folder):
         raise ValueError(f"{source.folder} contains no DFlash drafter: export it with --to eagle3 or --to medusa")
     return load_dflash(source.folder)

@@ -7,7 +7,7 @@ from typing import Any
 from safetensors.torch import load_file
 
 from ..heads.eagle import EagleHeads, load_eagle, save_eagle
-from ..heads.layouts import is_dflash, is_eagle
+from ..heads.layouts import drafts_blocks, is_eagle
 from ..pairs.eagle import NORM_VERSIONS, READERS, examine_eagle
 from ..pairs.sides import REFUSED, Diagnosis, read_model_info
 from ..pairs.speculation import SPECULATIVE_TOKENS
@@ -18,8 +18,8 @@ from .target import load_tokenizer
 
 def eagle_of(source: Source) -> EagleHeads:
     """Load an artifact's EAGLE-3 heads. Raises ValueError if the heads are incomplete or of a different type."""
-    if is_dflash(source.folder):
-        raise ValueError(f"{source.folder} contains a DFlash drafter, not EAGLE-3 heads: export it with --to dflash")
+    if drafts_blocks(source.folder):
+        raise ValueError(f"{source.folder} contains a block drafter, not EAGLE-3 heads: export it with --to dflash")
     if not is_eagle(source.folder):
         raise ValueError(f"{source.folder} contains Medusa heads, not EAGLE-3 heads: export them with --to medusa")
     heads = load_eagle(source.folder)

@@ -282,6 +282,8 @@ def build_dflash(
 
 
 Block = TypeVar("Block", bound=DFlashHeads)
+ANCHOR_FAULT = "predicting anchor"
+"""Key in `setting_faults` for blocks whose first slot predicts a token, as in DSpark."""
 
 
 def fill_dflash(heads: Block, stored: Mapping[str, Tensor], directory: Path) -> Block:
@@ -306,7 +308,7 @@ def setting_faults(config: Mapping[str, Any]) -> dict[str, str]:
         "rotary layout": config.get("is_neox_style", True) is False and "is_neox_style is false",
         "causal attention": (config.get("is_causal") or section.get("causal")) and "the block is causal",
         "sliding layers": is_sliding and f"layers have sliding attention ({', '.join(sorted(kinds)) or 'by a flag'})",
-        "predicting anchor": (config.get("sample_from_anchor") or section.get("sample_from_anchor"))
+        ANCHOR_FAULT: (config.get("sample_from_anchor") or section.get("sample_from_anchor"))
         and "sample_from_anchor is true",
         "activation": config.get("hidden_act") not in (None, "silu") and f"hidden_act is {config.get('hidden_act')}",
     }

@@ -24,7 +24,18 @@ from ..storage.names import CONFIG_FILE, WHOLE_FILES
 from ..storage.safe_read import read_json
 from ..table.table import BigramTable
 from .auxiliary import draft_tokens_in
-from .dflash import BLOCK, LAYER_IDS, MASK, SETTINGS, DFlashHeads, dflash_settings, fill_dflash, load_dflash
+from .dflash import (
+    ANCHOR_FAULT,
+    BLOCK,
+    LAYER_IDS,
+    MASK,
+    SETTINGS,
+    DFlashHeads,
+    dflash_settings,
+    fill_dflash,
+    load_dflash,
+    setting_faults,
+)
 from .layouts import DSPARK, is_dspark
 
 ANCHOR, RANK, KIND = "sample_from_anchor", "markov_rank", "markov_head_type"
@@ -143,6 +154,8 @@ def load_dspark(directory: Path, dtype: torch.dtype | None = None) -> DSparkHead
     for key, kind, name in ((RANK, int, "an integer"), (ANCHOR, bool, "true or false")):
         if type(config.get(key)) is not kind:
             raise ValueError(f"{path}: {key} must be {name}, got {config.get(key)!r}")
+    if faults := [fault for name, fault in setting_faults(config).items() if name != ANCHOR_FAULT]:
+        raise ValueError(f"{path}: {faults[0]}, which is not supported")
     layers, mask, drafts = dflash_settings(directory)
     stored = load_file(directory / WHOLE_FILES[0])
     size, from_anchor = drafts if config[ANCHOR] else drafts + 1, config[ANCHOR]

@@ -94,7 +94,11 @@ class AdaptiveChain(DrafterProposer):
 
     def forwards(self, nodes: float) -> list[tuple[Any, int]]:
         # One forward per token, and one whose distribution ended the chain.
-        return [*self.model.draft_forwards([1] * min(self.gamma, round(nodes)))]
+        return [
+            *self.model.draft_forwards(
+                [1] * (self.gamma if self.model.max_draft_tokens else min(self.gamma, round(nodes)))
+            )
+        ]
 
 
 class _OptimalChain(AdaptiveChain):

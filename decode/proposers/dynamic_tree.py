@@ -232,4 +232,5 @@ class DynamicTree(DrafterProposer):
 
     def forwards(self, nodes: float) -> list[tuple[Any, int]]:
         """Return the forward passes of the last proposal, because `nodes` does not determine their number."""
-        return [*self.model.draft_forwards(self._ran)] if self._ran else []
+        widths = [1] * self.max_depth if self.model.max_draft_tokens else self._ran
+        return [*self.model.draft_forwards(widths)] if self._ran else []

@@ -128,6 +128,8 @@ def _make_task(recipe: HeadsRecipe, tokenizer: Any, prepared: Prepared, target: 
     task.settings["heads"] = [recipe.num_heads, recipe.num_layers, recipe.projection, recipe.rank, heads.states]
     if recipe.norms:
         task.settings["norms"] = [*heads.norms]
+    if recipe.drafts_blocks:
+        task.settings["mask_token"] = heads.mask
     if recipe.vocabulary is not None:
         task.settings["vocabulary"] = recipe.vocabulary.tokens
     task.settings["hidden"] = None if states is None else states.settings

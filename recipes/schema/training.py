@@ -315,7 +315,8 @@ class HeadsRecipe(_Recipe):
     """Maximum number of blocks on which `dflash` is trained in each row of `data.block_tokens` tokens."""
     slot_weights: Literal["decay", "d-pace"] = "decay"
     """Loss weights of the slots of `dflash`: `decay` by `weight_decay_by_head`, or `d-pace` for weights that follow the
-    drafter's confidence in the preceding slots, which requires `objective: {cross-entropy: 1.0}`."""
+    drafter's confidence in the preceding slots. `d-pace` replaces the decay, and requires `objective: {cross-entropy:
+    1.0}`."""
     mask_token: int | None = Field(None, ge=0)
     """Id of the mask token of `dflash` (default: the rarest token of the data)."""
     target: str

@@ -50,8 +50,8 @@ Output = Callable[[Tensor], Tensor] | None
 """Function that converts products of states and projection to logits. If None, the products are the logits."""
 
 
-Weigh = Callable[[Tensor], Tensor] | None
-"""Function that returns a weight of each loss, both [X, K]. Losses of positions without a label are 0."""
+Weigh = Callable[[Tensor, Tensor], Tensor] | None
+"""Function that returns weights of losses, given the losses and a mask of those that have a label, all [X, K]."""
 
 
 def chunk_positions(vocab: int, device: torch.device) -> int:
@@ -205,7 +205,7 @@ class Plan:
         assert len(projections) == labels_XK.shape[1], (len(projections), labels_XK.shape)
         self._label_weight = float(weights.get(LABELS, 0.0))
         self._divergences = [(DIVERGENCES[name], float(w)) for name, w in weights.items() if w and name != LABELS]
-        self._temperature, self._labels_XK, self._teacher_rows_XK = float(temperature), labels_XK, teacher_rows_XK
+        self._temperature, self.labels_XK, self._teacher_rows_XK = float(temperature), labels_XK, teacher_rows_XK
         vocab = features_XKD.shape[2] if projections[0] is None else projections[0].shape[0]
         self._size = chunk or chunk_positions(vocab, features_XKD.device)
         self._block = block_rows(vocab, self._size, features_XKD.device)
@@ -244,7 +244,7 @@ class Plan:
 
     def score_chunk(self, head: int, rows_C: Tensor, target_rows_C: Tensor | None, logits_CV: Tensor) -> Tensor:
         """Return a chunk's losses [C], and overwrite `logits_CV` with the gradient of their sum."""
-        labels_C, products_CV = self._labels_XK[rows_C, head], logits_CV
+        labels_C, products_CV = self.labels_XK[rows_C, head], logits_CV
         if self._output is not None:
             with torch.enable_grad():
                 output_CV = self._output(input_CV := products_CV.detach().requires_grad_())
@@ -338,7 +338,7 @@ class FusedLoss(torch.autograd.Function):
                 grads[index] = torch.zeros_like(matrix, dtype=wide_dtype)
         if plan.weigh is not None:
             assert not any(needs_grad), "weighted losses require frozen projections"
-            weights_XK = plan.weigh(losses_XK)
+            weights_XK = plan.weigh(losses_XK, plan.labels_XK != IGNORED)
             losses_XK = losses_XK * weights_XK
             if grad_XKD is not None:
                 grad_XKD.mul_(weights_XK[..., None])

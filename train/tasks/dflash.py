@@ -57,14 +57,13 @@ class DFlashModule(HeadsModule):
         return self.heads.features(aux_BTG, batch.tokens_BT, batch.positions_BT, batch.documents_BT, rows_X)
 
 
-def dynamic_weights(losses_XK: Tensor) -> Tensor:
-    """Return the weights [X, K] of cross-entropy losses by slot (D-PACE: arXiv 2605.18810).
+def dynamic_weights(losses_XK: Tensor, supervised_XK: Tensor) -> Tensor:
+    """Return the weights [X, K] of cross-entropy losses by slot (D-PACE: arXiv 2605.18810), given a mask of labels.
 
     The confidence q of a slot is (1 + exp(−loss)) / 2, or 1 without a label. The weight of slot k is the sum, over
     slots j ≥ k with a label, of q_1 ⋯ q_j. Early slots have larger weights, since later tokens depend on their
     acceptance.
     """
-    supervised_XK = losses_XK != 0
     confidence_XK = torch.where(supervised_XK, 0.5 + 0.5 * (-losses_XK).exp(), 1.0)
     reached_XK = confidence_XK.cumprod(1) * supervised_XK
     return reached_XK.flip(1).cumsum(1).flip(1)

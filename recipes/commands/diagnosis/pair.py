@@ -18,6 +18,7 @@ from typing import Any
 
 from ....checkpoints.artifact.artifact import load_manifest
 from ....checkpoints.artifact.locate import find_folder
+from ....checkpoints.heads.layouts import is_dspark
 from ....checkpoints.heads.published import is_published_dflash, is_published_eagle
 from ....checkpoints.pairs.checks import examine
 from ....checkpoints.pairs.dflash import examine_dflash
@@ -78,6 +79,8 @@ def check_pair(
                 log(f"doctor: {fix}: {line}")
             drafter = str(fix)
         folder = find_folder(drafter, ["*.json"])
+        if is_dspark(folder):
+            raise ValueError(f"{drafter} contains a DSpark drafter, which doctor does not check: use `evaluate`")
         kind = load_manifest(folder).kind if (folder / MANIFEST_FILE).is_file() else "drafter"
         is_eagle, is_block = is_published_eagle(folder), is_published_dflash(folder)
         if is_block and prompts is not None:

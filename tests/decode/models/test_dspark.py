@@ -1,5 +1,6 @@
 """DSpark drafters: the Markov bias and the confidence in decoding, exact drafts, and stored files."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -144,3 +145,17 @@ def test_confident_slots_lengthen_a_chain(
     assert lengths == [0, 1, 4]
     with pytest.raises(ValueError, match=r"confidence-head.*DSpark"):
         build_method("adaptive", Parts(DFlashDrafter(make_dflash(target))), Sampling(), policy="confidence-head")
+
+
+@pytest.mark.parametrize(
+    "change", [{"is_causal": True}, {"hidden_act": "gelu"}, {"layer_types": ["sliding_attention"]}], ids=str
+)
+def test_configs_with_another_forward_are_refused(
+    change: dict[str, Any], target: LlamaForCausalLM, make_dspark: Callable[..., DSparkHeads], tmp_path: Path
+) -> None:
+    save_dflash(make_dspark(target), tmp_path)
+    load_block_drafter(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(ValueError, match="which is not supported"):
+        load_block_drafter(tmp_path)

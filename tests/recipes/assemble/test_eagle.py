@@ -84,19 +84,40 @@ def test_training_on_cached_states_equals_live_states(
     assert set(map(tuple, identical.values())) == {(3, 3)}
 
 
-def test_training_is_not_resumed_with_other_norms(
-    tiny_drafter: Callable[[Path], dict[str, Any]], tiny_pair: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    ("first", "other", "message"),
+    [
+        (
+            {"norms": ["norm_output"]},
+            {"norms": ["norm_output", "fc_norm"]},
+            r"norms: \['norm_output'\] before, \['fc_norm', 'norm_output'\] now",
+        ),
+        (
+            {"architecture": "dflash", "mask_token": 5},
+            {"architecture": "dflash", "mask_token": 9},
+            "mask_token: 5 before, 9 now",
+        ),
+    ],
+    ids=["norms", "mask_token"],
+)
+def test_training_is_not_resumed_with_other_settings(
+    first: dict[str, Any],
+    other: dict[str, Any],
+    message: str,
+    tiny_drafter: Callable[[Path], dict[str, Any]],
+    tiny_pair: Path,
+    tmp_path: Path,
 ) -> None:
     values, accelerator = tiny_drafter(tmp_path), make_accelerator("no")
     values["train"] |= {"steps": 2}
 
-    def fit(norms: list[str]) -> Any:
-        return make_run(recipe_of(values, tiny_pair / "target", norms=norms), accelerator).fit(accelerator)
+    def fit(changes: dict[str, Any]) -> Any:
+        return make_run(recipe_of(values, tiny_pair / "target", **changes), accelerator).fit(accelerator)
 
-    fit(["norm_output"])
-    assert fit(["norm_output"]).resumed_from == 2
-    with pytest.raises(ValueError, match=r"norms: \['norm_output'\] before, \['fc_norm', 'norm_output'\] now"):
-        fit(["norm_output", "fc_norm"])
+    fit(first)
+    assert fit(first).resumed_from == 2
+    with pytest.raises(ValueError, match=message):
+        fit(other)
 
 
 @pytest.mark.parametrize(

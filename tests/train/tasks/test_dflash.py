@@ -7,7 +7,7 @@ import pytest
 import torch
 from draftsmith.checkpoints.heads.dflash import DFlashHeads
 from draftsmith.data.blocks.packing import Batch
-from draftsmith.train.tasks.dflash import DFlashModule, DFlashTask
+from draftsmith.train.tasks.dflash import DFlashModule, DFlashTask, dynamic_weights
 
 SLOTS, EVERY = 3, 1_000
 
@@ -82,6 +82,15 @@ def test_anchors_of_a_row_do_not_depend_on_other_rows(worker: ModuleType) -> Non
     held_out_BT = (module.labels(batch) >= 0).any(-1)
     module.progress = 0.75
     assert torch.equal((module.labels(batch) >= 0).any(-1), held_out_BT), "evaluations draw the same anchors"
+
+
+def test_slots_with_a_loss_of_zero_are_weighted() -> None:
+    """A loss of 0 is a certain prediction, not a slot without a label."""
+    losses_1K = torch.tensor([[0.5, 0.0, 0.0]])
+    all_1K, last_1K = torch.tensor([[True, True, True]]), torch.tensor([[True, True, False]])
+    reached = 0.5 + 0.5 * float(torch.tensor(-0.5).exp())
+    assert dynamic_weights(losses_1K, all_1K)[0].tolist() == pytest.approx([3 * reached, 2 * reached, reached])
+    assert dynamic_weights(losses_1K, last_1K)[0].tolist() == pytest.approx([2 * reached, reached, 0.0])
 
 
 def test_dynamic_weights_equal_their_formula(worker: ModuleType) -> None:
