@@ -19,7 +19,7 @@ _ATTEMPTS = 50  # mean number of draws per question, after which the templates a
 def template_questions(count: int, seed: int = 0) -> list[Conversation]:
     """Return `count` different questions, a third each on code, mathematics and general topics, without answers.
 
-    Raises ValueError if the templates do not yield so many different questions.
+    Raises ValueError if the templates yield fewer different questions.
     """
     rng, questions = random.Random(seed), dict[str, str]()
     source = read_json(_FILE)

@@ -177,7 +177,9 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "int8"], help="dtypes of target and drafters")
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 4], help="batch sizes (default: 1 4)")
     parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 1.0], help="default: 0 1")
-    parser.add_argument("--certify", type=int, default=0, help="certify the rows on so many tokens (default: 0)")
+    parser.add_argument(
+        "--certify", type=int, default=0, help="number of tokens on which to certify the rows (default: 0)"
+    )
     parser.add_argument("--work", type=Path, help="folder of finished evaluations (default: PAIR/bench)")
     parser.add_argument("--out", type=Path, help="output file (.json) for the results")
     options = parser.parse_args()

@@ -426,7 +426,7 @@ def test_the_test_detects_a_mismatch_of_replacement(
 def test_the_test_detects_a_wrong_rho(
     pair: tuple[LlamaForCausalLM, Parts], make_stream: MakeStream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With ρ = 1, SpecTr's k-SEQ algorithm accepts too many draft tokens."""
+    """SpecTr's k-SEQ algorithm accepts too many draft tokens if its factor ρ is 1."""
     monkeypatch.setattr(verifiers, "k_seq_rho", lambda target_BV, *_: torch.ones_like(target_BV[:, :1]))
     method = build_method("spectr", pair[1], Sampling(1.0), gamma=2, num_drafts=4)
     assert p_value(method, pair[0], Sampling(1.0), make_stream(11, ROWS)) < FALSE_ALARM

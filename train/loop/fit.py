@@ -323,7 +323,7 @@ class _Run:
         last = self.state.evaluations[position.step][str(self.config.keep_best)]
         values = f"{self.config.keep_best} {value:.4g} after step {step}, {last:.4g} after the last step"
         if not self.state.has(step):
-            report.line(f"{self.title}: {values}, but there is no checkpoint of step {step}: the last weights are kept")
+            report.line(f"{self.title}: {values}, but step {step} has no checkpoint: the last weights are kept")
             return position.step
         self.state.load_weights(step)
         report.line(f"{self.title}: {values}: the weights of step {step} are kept")

@@ -128,8 +128,8 @@ def run_of(times: list[list[float]], iterations: int = 10) -> Run:
 
 
 def test_undisturbed_times_are_steady_and_disturbed_ones_are_not() -> None:
-    """With 8 % noise on each run, the slowdown is 1.05 ± 0.03, six standard deviations below 1.25. Disturbances triple
-    the time of a third of the runs."""
+    """The slowdown from 8 % noise is 1.05 ± 0.03, six standard deviations below 1.25. Disturbances triple the time of a
+    third of the runs."""
     rng = np.random.default_rng(0)
     clean, detected = 0, 0
     for _ in range(500):

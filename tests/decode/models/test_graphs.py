@@ -141,7 +141,7 @@ def test_replayed_runs_equal_eager_runs(
     temperature: float,
     supports_any_length: bool,
 ) -> None:
-    """With `supports_any_length`, masks replace the GPU kernels that handle any length."""
+    """Masks replace the GPU kernels that handle any length if `supports_any_length` is set."""
     target, drafter = (wrap_model(make_llama(VOCAB, seed, num_hidden_layers=1)) for seed in (0, 1))
     target.supports_any_length = drafter.supports_any_length = supports_any_length
     heads, sampling = make_heads(4, 32, VOCAB), Sampling(temperature)

@@ -60,7 +60,7 @@ def test_only_the_heads_are_trained_and_stored(worker: ModuleType, task: HeadsTa
 def test_head_k_learns_the_token_k_plus_2_ahead(
     worker: ModuleType, projection: str, states: str, objective: str, proposed: int | None
 ):
-    """With `proposed`, distributions are restricted to a draft vocabulary."""
+    """Distributions are restricted to the draft vocabulary if `proposed` is given."""
     target = worker.make_model()
     rank = 5 if projection == "low-rank" else 0
     heads = PredictionHeads.from_lm_head(target.lm_head.weight.detach(), HEADS, 1, projection, rank, states)
