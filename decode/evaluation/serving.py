@@ -53,7 +53,11 @@ class Block(NamedTuple):
 
 
 def load_rows(
-    concurrency: int, prompts: Sequence[tuple[str, str]], sides: Sequence[Sequence[Block]], temperature: float
+    concurrency: int,
+    prompts: Sequence[tuple[str, str]],
+    sides: Sequence[Sequence[Block]],
+    temperature: float,
+    context: int | None = None,
 ) -> list[dict[str, Any]]:
     """Create the result rows of a server and, if it was measured, of its baseline at one concurrency.
 
@@ -62,15 +66,17 @@ def load_rows(
         prompts: Name and category of each prompt, in the order of the replies.
         sides: Blocks of the server and, if it was measured, blocks of the baseline.
         temperature: Sampling temperature of the requests.
+        context: Approximate number of prompt tokens; None if the prompts are unchanged.
     """
+    load = f"concurrency {concurrency}" + (f", {context} prompt tokens" if context else "")
     names, categories = [name for name, _ in prompts], dict(prompts)
     answers = [
         dict(zip(names, (reply for block in blocks for reply in block.replies), strict=True)) for blocks in sides
     ]
     greedy, rows = temperature == 0, []
     for number, (replies, blocks) in enumerate(zip(answers, sides, strict=True)):
-        label, method = ("concurrency {}, baseline", BASELINE) if number else ("concurrency {}", "server")
-        row: dict[str, Any] = {"label": label.format(concurrency), "method": method, "options": {}}
+        label, method = (f"{load}, baseline", BASELINE) if number else (load, "server")
+        row: dict[str, Any] = {"label": label, "method": method, "options": {}, "context": context}
         lengths = {name: reply.prompt_tokens for name, reply in replies.items() if reply.prompt_tokens is not None}
         row |= {"temperature": temperature, "concurrency": concurrency, "prompt_tokens": lengths, "by_category": {}}
         row |= serving_metrics(blocks)

@@ -39,6 +39,9 @@ Methods = Annotated[
     typer.Option("--method", help="Method, or label of a recipe row (repeatable). Methods: {methods}."),
 ]
 Concurrency = Annotated[str | None, typer.Option(help="Numbers of concurrent requests, such as 1,8 (default: 1).")]
+Context = Annotated[
+    str | None, typer.Option(help="Approximate prompt lengths in tokens, such as 1024,4096 (default: unchanged).")
+]
 EngineName = Annotated[str | None, typer.Option(help="Engine to tune for: vllm, sglang or llama.cpp.")]
 EngineOptions = Annotated[str, typer.Option(help="Additional engine options, such as '--dtype float32'.")]
 ENERGY_BATCHES = [1, 2, 4, 8, 16]
@@ -126,6 +129,7 @@ def bench(
         str | None, typer.Option(help="Prompt set such as spec-bench, or a file, directory or hub id.")
     ] = None,
     concurrency: Concurrency = None,
+    context: Context = None,
     out: ResultsFile = None,
 ) -> None:
     """Measure the speedup of speculative decoding on a server.
@@ -133,7 +137,8 @@ def bench(
     The command sends prompts to running servers, or starts an engine with an export and without it. Examples: `bench
     --server http://host:8000/v1 --baseline http://host:8001/v1`, `bench EXPORT --engine vllm`.
     """
-    options = {"server": server, "baseline": baseline, "prompts": prompts, "concurrency": concurrency, "out": out}
+    options = {"server": server, "baseline": baseline, "prompts": prompts, "out": out}
+    options |= {"concurrency": concurrency, "context": context}
     if engine is None:
         if serve:
             raise ValueError("--serve requires --engine and an export: pass both")
@@ -178,20 +183,23 @@ def tune(
     out: ResultsFile = None,
     method: Methods = None,
     concurrency: Concurrency = None,
+    context: Context = None,
     engine: EngineName = None,
     engine_options: EngineOptions = "",
 ) -> None:
     """Find the fastest settings of each method.
 
     Every setting is measured on a few prompts, and the fastest settings are measured again on more prompts. With
-    --engine, the command finds the best number of draft tokens for each concurrency; pass the directory of an export
-    with --drafter or --heads. An interrupted run resumes. Example: `tune --target T --drafter D --method speculative`.
+    --engine, the command finds the best number of draft tokens for each concurrency and prompt length, and from which
+    load on to switch speculative decoding off; pass the directory of an export with --drafter or --heads. An
+    interrupted run resumes. Example: `tune --target T --drafter D --method speculative`.
     """
     if engine is not None:
         from .serving.engines import commands_of, engine_recipe
         from .serving.lengths import max_draft_tokens, run_tune_lengths
 
-        asking = {"prompts": evaluation.prompts, "out": out or f"tune-{engine}.json", "concurrency": concurrency}
+        asking = {"prompts": evaluation.prompts, "out": out or f"tune-{engine}.json"}
+        asking |= {"concurrency": concurrency, "context": context}
         served = engine_recipe([*filter(None, [evaluation.recipe]), *(evaluation.overrides or [])], asking)
         export = evaluation.drafter or evaluation.heads or ""
         commands = partial(commands_of, export or None, engine, evaluation.target)

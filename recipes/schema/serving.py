@@ -33,6 +33,9 @@ class BenchRecipe(Section):
     """Maximum number of prompts."""
     concurrency: list[Annotated[int, Field(ge=1)]] = Field([1], min_length=1)
     """Numbers of concurrent requests. Each number is measured separately."""
+    context: list[Annotated[int, Field(ge=1)]] = []
+    """Approximate prompt lengths in tokens, each measured separately. Shorter prompts are extended with texts of other
+    prompts (default: prompts are unchanged)."""
     max_new_tokens: int = Field(128, ge=1)
     """Maximum number of tokens per answer."""
     temperature: float = Field(0.0, ge=0)

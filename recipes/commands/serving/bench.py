@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from ....checkpoints.storage.atomic import check_writable
 from ....data.conversations import Prompt
 from ....data.prompts import load_questions
 from ....decode.evaluation.serving import Block, Reply, load_rows
-from ...report.page import report_path, write_report
+from ...report.page import report_path, verdict, write_report
 from ...report.tables import BENCH_TERMINAL, method_table
 from ...schema.loading import find_recipe, parse_recipe, read_extended, write_recipe
 from ...schema.results import BENCH, write_results
@@ -32,15 +33,21 @@ _MIN_IDENTICAL = 0.5  # minimum share of identical greedy texts before a warning
 
 
 def bench_recipe(
-    name: str | None, overrides: Sequence[str] = (), *, concurrency: str | None = None, **options: str | None
+    name: str | None,
+    overrides: Sequence[str] = (),
+    *,
+    concurrency: str | None = None,
+    context: str | None = None,
+    **options: str | None,
 ) -> BenchRecipe:
     """Load a recipe by file or name, or create one from options; raise ValueError if a value is invalid."""
     if name is not None and "=" in name and not Path(name).is_file():
         overrides, name = [name, *overrides], None
     values = {"kind": BENCH} if name is None else read_extended(find_recipe(name))
     changes = {key: value for key, value in options.items() if value is not None}
-    if concurrency is not None:
-        overrides = [f"concurrency=[{concurrency}]", *overrides]
+    for key, numbers in (("concurrency", concurrency), ("context", context)):
+        if numbers is not None:
+            overrides = [f"{key}=[{numbers}]", *overrides]
     recipe = parse_recipe(values, name or "draftsmith bench", overrides, options=changes, kinds=(BENCH,))
     assert isinstance(recipe, BenchRecipe)
     return recipe
@@ -68,6 +75,8 @@ def run_bench(recipe: BenchRecipe) -> dict[str, Any]:
     for line in results["errors"]:
         log(f"bench: {line}")
     report = write_report(report_path(out), [out], [results])
+    if recipe.baseline is not None:
+        console().print(verdict(results["methods"]), soft_wrap=True)
     console().print(f"results: {out}; report: {report}", soft_wrap=True)
     return results
 
@@ -80,9 +89,11 @@ async def _measure(recipe: BenchRecipe, prompts: Sequence[Prompt], signals: Stop
         if recipe.baseline is not None:
             servers.append(await stack.enter_async_context(Server(recipe.baseline, recipe.baseline_model, *connection)))
         named = [(prompt.id, prompt.category) for prompt in prompts]
-        for concurrency in recipe.concurrency:
-            blocks = await _blocks(recipe, servers, concurrency, prompts, signals)
-            rows += load_rows(concurrency, named, blocks, recipe.temperature)
+        per_token = await _characters_per_token(recipe, servers[0], prompts)
+        for context, concurrency in itertools.product(recipe.context or [None], recipe.concurrency):
+            asked = prompts if context is None else extend_prompts(prompts, round(context * per_token))
+            blocks = await _blocks(recipe, servers, concurrency, asked, signals)
+            rows += load_rows(concurrency, named, blocks, recipe.temperature, context)
     models = [server.model for server in servers]
     return {
         "kind": BENCH,
@@ -95,6 +106,33 @@ async def _measure(recipe: BenchRecipe, prompts: Sequence[Prompt], signals: Stop
         "methods": rows,
         "errors": _warnings(models, rows),
     }
+
+
+def extend_prompts(prompts: Sequence[Prompt], characters: int) -> list[Prompt]:
+    """Prepend texts of other prompts to the last turn of each prompt that has fewer than `characters` characters.
+
+    Each prompt begins with another text, so that a server cannot reuse the cache of a common prefix.
+    """
+    texts, extended = [prompt.turns[-1].text for prompt in prompts], []
+    for index, prompt in enumerate(prompts):
+        filler = "\n\n".join((*texts[index + 1 :], *texts[: index + 1], ""))
+        missing = max(0, characters - sum(len(turn.text) for turn in prompt.turns))
+        *before, last = prompt.turns
+        text = (filler * (missing // len(filler) + 1))[:missing] + last.text
+        extended.append(replace(prompt, turns=(*before, replace(last, text=text))))
+    return extended
+
+
+async def _characters_per_token(recipe: BenchRecipe, server: Server, prompts: Sequence[Prompt]) -> float:
+    """Measure the characters per token of extended prompts, as counted by a server; 4 if no prompt is extended."""
+    if not recipe.context:
+        return 4.0
+    (first, *_), tokens = extend_prompts(prompts, 4 * min(recipe.context)), 0
+    block = await _send(recipe.model_copy(update={"max_new_tokens": 1}), server, [first], 1, lambda: None)
+    if (failure := block.replies[0].failure) is not None:
+        raise ValueError(f"{server.url} failed on a prompt of about {min(recipe.context)} tokens: {failure}")
+    tokens = block.replies[0].prompt_tokens or min(recipe.context)
+    return sum(len(turn.text) for turn in first.turns) / tokens
 
 
 async def _blocks(

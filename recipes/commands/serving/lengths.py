@@ -45,17 +45,74 @@ def run_tune_lengths(
         ]
         fastest = max(lengths, key=lambda each: each["speedup"] or 0)
         best = fastest["tokens"] if (fastest["speedup"] or 0) > 1 else 0
-        loads.append({key: rows[0][key] for key in ("label", "concurrency")} | {"lengths": lengths, "best": best})
+        load = {key: rows[0][key] for key in ("label", "concurrency", "context")}
+        loads.append(load | {"lengths": lengths, "best": best})
         drafting, plain = commands(best or None)
         chosen[str(best)] = shlex.join([*(drafting if best else plain), *more])
+    schedules = []
+    for context in dict.fromkeys(load["context"] for load in loads):
+        best_by_load = {load["concurrency"]: load["best"] for load in loads if load["context"] == context}
+        drafting, path = commands(max(best_by_load.values()) or None)[0], out.with_suffix(f".{context or 'load'}.json")
+        scheduled = schedule_command(engine, drafting, best_by_load, path)
+        command = None if scheduled is None else shlex.join([*scheduled, *more])
+        schedules.append({"context": context, "off_from": switch_off_point(best_by_load), "command": command})
     results: dict[str, Any] = {"kind": "lengths", "engine": engine, "recipe": recipe.model_dump(mode="json")}
-    results |= {"loads": loads, "commands": chosen}
+    results |= {"loads": loads, "commands": chosen, "schedules": schedules}
     atomic_text(out, json.dumps(results, indent=1, allow_nan=False) + "\n")
     console().print(length_table(results).rich())
     for load in loads:
         console().print(f"{load['label']}: {chosen[str(load['best'])]}", soft_wrap=True)
+    for schedule in schedules:
+        console().print(_describe_schedule(schedule), soft_wrap=True)
     console().print(f"results: {out}", soft_wrap=True)
     return results
+
+
+def switch_off_point(best_by_load: Mapping[int, int]) -> int | None:
+    """Return the lowest concurrency from which on speculative decoding was never faster; None if there is none.
+
+    `best_by_load` maps each measured concurrency to the best number of draft tokens, 0 for none.
+    """
+    drafting = [concurrency for concurrency, tokens in best_by_load.items() if tokens]
+    return min((each for each in best_by_load if each > max(drafting, default=0)), default=None)
+
+
+def schedule_command(
+    engine: str, drafting: Sequence[str], best_by_load: Mapping[int, int], path: Path
+) -> list[str] | None:
+    """Add the draft length for each batch size to a command of an engine, in the engine's own syntax.
+
+    vLLM 0.33 reads `num_speculative_tokens_per_batch_size`: lists of the first and last batch size and the draft
+    length. SGLang 0.5.23 reads a file (written to `path`) with the draft length from each batch size on, for EAGLE-3
+    only. The result is None if the engine has no such setting, or if speculative decoding is never faster.
+    """
+    points = sorted(best_by_load.items())
+    changes = [now for now, before in zip(points, [(0, None), *points], strict=False) if now[1] != before[1]]
+    starts = [1, *(load for load, _ in changes[1:])]
+    if not any(best_by_load.values()):
+        return None
+    if engine == "vllm":
+        ends = [*(start - 1 for start in starts[1:]), points[-1][0]]
+        ranges = [[start, end, tokens] for start, end, (_, tokens) in zip(starts, ends, changes, strict=True)]
+        place = drafting.index("--speculative-config") + 1
+        config = json.loads(drafting[place]) | {"num_speculative_tokens_per_batch_size": ranges}
+        return [*drafting[:place], json.dumps(config), *drafting[place + 1 :]]
+    if engine == "sglang" and "EAGLE3" in drafting:
+        steps = {str(start): {"candidate_steps": [tokens]} for start, (_, tokens) in zip(starts, changes, strict=True)}
+        atomic_text(path, json.dumps(steps, indent=1) + "\n")
+        return [*drafting, "--speculative-adaptive", "--speculative-adaptive-config", str(path)]
+    return None
+
+
+def _describe_schedule(schedule: Mapping[str, Any]) -> str:
+    prompts = f"prompts of about {schedule['context']} tokens" if schedule["context"] else "these prompts"
+    off = schedule["off_from"]
+    text = f"{prompts}: " + (
+        f"switch speculative decoding off from concurrency {off} on"
+        if off
+        else "speculative decoding is faster at the highest measured concurrency"
+    )
+    return text + (f"; draft length by load: {schedule['command']}" if schedule["command"] else "")
 
 
 def max_draft_tokens(export: Path | str) -> int:

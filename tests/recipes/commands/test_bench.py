@@ -226,3 +226,18 @@ def test_the_report_shows_speedup_and_acceptance(speedups: list[float], expected
         for load, speedup in zip((1, 4), speedups, strict=True)
     ]
     assert re.search(expected, verdict(rows))
+
+
+def test_prompts_are_extended_to_a_context(measured: Callable[..., Any], questions: list[str]) -> None:
+    """The length is calibrated with the server's own count. Prompts differ from their beginning."""
+    drafting, plain = Engine(2), Engine(1)
+    for engine in (drafting, plain):
+        engine.reads = lambda question: len(question) // 3
+    with running(drafting, plain):
+        rows = measured(drafting.url, baseline=plain.url, context="400,1000", concurrency="1,2")["methods"]
+    assert [(row["context"], row["concurrency"]) for row in rows[::2]] == [(400, 1), (400, 2), (1000, 1), (1000, 2)]
+    for row in rows:
+        assert all(abs(tokens - row["context"]) < 0.05 * row["context"] for tokens in row["prompt_tokens"].values())
+    asked = [request["messages"][-1]["content"] for request in drafting.asked[-len(questions) :]]
+    assert len({text[:20] for text in asked}) == len(questions)
+    assert all(any(text.endswith(question) for question in questions) for text in asked)

@@ -13,7 +13,7 @@ import pytest
 from draftsmith.checkpoints.artifact.artifact import load_manifest, save_artifact
 from draftsmith.checkpoints.storage.names import MANIFEST_FILE
 from draftsmith.recipes.commands.serving.engines import commands_of
-from draftsmith.recipes.commands.serving.lengths import max_draft_tokens
+from draftsmith.recipes.commands.serving.lengths import max_draft_tokens, schedule_command, switch_off_point
 from draftsmith.recipes.schema.results import load_results
 
 
@@ -154,14 +154,49 @@ def test_bench_tunes_the_draft_length(export: Path, cli: Callable[..., Any], tmp
     assert done.returncode == 0, done.stderr
     lengths_by_load = json.loads((tmp_path / "lengths.json").read_text())
     for load, concurrency in zip(lengths_by_load["loads"], (1, 4), strict=True):
-        assert load["concurrency"] == concurrency
+        assert (load["concurrency"], load["context"]) == (concurrency, None)
         assert {length["tokens_per_step"] for length in load["lengths"]} == {3.0}
         speedups = {length["tokens"]: length["speedup"] for length in load["lengths"]}
         assert load["best"] == max(speedups | {0: 1.0}, key=(speedups | {0: 1.0}).__getitem__)
         command = lengths_by_load["commands"][str(load["best"])]
         assert f'"num_speculative_tokens": {load["best"]}' in command if load["best"] else "speculative" not in command
+    (schedule,) = lengths_by_load["schedules"]
+    best = {load["concurrency"]: load["best"] for load in lengths_by_load["loads"]}
+    assert schedule["off_from"] == switch_off_point(best)
+    assert (schedule["command"] is None) == (not any(best.values()))
     before = (tmp_path / "lengths.1.json").stat().st_mtime_ns
     (tmp_path / "lengths.2.json").unlink()
     again = cli("tune", "--engine", "vllm", *options, cwd=tmp_path)
     assert again.returncode == 0, again.stderr
     assert (tmp_path / "lengths.1.json").stat().st_mtime_ns == before, "a finished measurement was repeated"
+
+
+@pytest.mark.parametrize(
+    ("best", "ranges", "off"),
+    [
+        ({1: 4, 4: 4, 16: 2, 64: 0}, [[1, 15, 4], [16, 63, 2], [64, 64, 0]], 64),
+        ({4: 3, 16: 0, 64: 0}, [[1, 15, 3], [16, 64, 0]], 16),
+        ({1: 2, 8: 3}, [[1, 7, 2], [8, 8, 3]], None),
+        ({1: 0, 8: 3}, [[1, 7, 0], [8, 8, 3]], None),
+        ({1: 0, 8: 0}, None, 1),
+    ],
+)
+def test_a_schedule_of_draft_lengths(best: dict[int, int], ranges: Any, off: int | None, tmp_path: Path) -> None:
+    """vLLM requires ranges that start at 1 and do not overlap. SGLang reads the lengths from a file."""
+    assert switch_off_point(best) == off
+    path = tmp_path / "steps.json"
+    plain = ["vllm", "serve", "t", "--speculative-config", '{"method": "eagle3", "num_speculative_tokens": 4}', "--x"]
+    command = schedule_command("vllm", plain, best, path)
+    assert (command is None) == (ranges is None)
+    if command is None:
+        return
+    config = json.loads(command[4])
+    assert (config.pop("num_speculative_tokens_per_batch_size"), command[5]) == (ranges, "--x")
+    assert config == json.loads(plain[4])
+    command = schedule_command("sglang", ["python", "EAGLE3"], best, path)
+    assert command is not None
+    assert command[-1] == str(path)
+    steps = {int(load): one["candidate_steps"] for load, one in json.loads(path.read_text()).items()}
+    assert steps == {start: [tokens] for start, _, tokens in ranges}
+    assert schedule_command("sglang", ["python", "DFLASH"], best, path) is None
+    assert schedule_command("llama.cpp", ["llama-server"], best, path) is None
