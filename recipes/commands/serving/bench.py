@@ -90,9 +90,10 @@ async def _measure(recipe: BenchRecipe, prompts: Sequence[Prompt], signals: Stop
             servers.append(await stack.enter_async_context(Server(recipe.baseline, recipe.baseline_model, *connection)))
         named = [(prompt.id, prompt.category) for prompt in prompts]
         per_token = await _characters_per_token(recipe, servers[0], prompts)
-        for context, concurrency in itertools.product(recipe.context or [None], recipe.concurrency):
-            asked = prompts if context is None else extend_prompts(prompts, round(context * per_token))
-            blocks = await _blocks(recipe, servers, concurrency, asked, signals)
+        contexts: list[int | None] = [*recipe.context] or [None]
+        for context, concurrency in itertools.product(contexts, recipe.concurrency):
+            extended = prompts if context is None else extend_prompts(prompts, round(context * per_token))
+            blocks = await _blocks(recipe, servers, concurrency, extended, signals)
             rows += load_rows(concurrency, named, blocks, recipe.temperature, context)
     models = [server.model for server in servers]
     return {
@@ -127,7 +128,7 @@ async def _characters_per_token(recipe: BenchRecipe, server: Server, prompts: Se
     """Measure the characters per token of extended prompts, as counted by a server; 4 if no prompt is extended."""
     if not recipe.context:
         return 4.0
-    (first, *_), tokens = extend_prompts(prompts, 4 * min(recipe.context)), 0
+    first, *_ = extend_prompts(prompts, 4 * min(recipe.context))
     block = await _send(recipe.model_copy(update={"max_new_tokens": 1}), server, [first], 1, lambda: None)
     if (failure := block.replies[0].failure) is not None:
         raise ValueError(f"{server.url} failed on a prompt of about {min(recipe.context)} tokens: {failure}")

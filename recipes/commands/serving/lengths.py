@@ -94,9 +94,9 @@ def schedule_command(
     if engine == "vllm":
         ends = [*(start - 1 for start in starts[1:]), points[-1][0]]
         ranges = [[start, end, tokens] for start, end, (_, tokens) in zip(starts, ends, changes, strict=True)]
-        place = drafting.index("--speculative-config") + 1
-        config = json.loads(drafting[place]) | {"num_speculative_tokens_per_batch_size": ranges}
-        return [*drafting[:place], json.dumps(config), *drafting[place + 1 :]]
+        index = drafting.index("--speculative-config") + 1
+        config = json.loads(drafting[index]) | {"num_speculative_tokens_per_batch_size": ranges}
+        return [*drafting[:index], json.dumps(config), *drafting[index + 1 :]]
     if engine == "sglang" and "EAGLE3" in drafting:
         steps = {str(start): {"candidate_steps": [tokens]} for start, (_, tokens) in zip(starts, changes, strict=True)}
         atomic_text(path, json.dumps(steps, indent=1) + "\n")
