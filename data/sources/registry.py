@@ -129,6 +129,8 @@ _ENTRIES = (
     Corpus("wildchat-1m", "allenai/WildChat-1M", ("conversation_hash", "conversation"), "odc-by",
            note="earlier revisions were gated under the AI2 ImpACT licence"),
     Corpus("ultrachat-200k", "HuggingFaceH4/ultrachat_200k", ("prompt_id", "messages"), "mit", split="train_sft"),
+    Corpus("open-perfectblend", "mlabonne/open-perfectblend", ("conversations", "source"), "apache-2.0",
+           note="a mixture of chat, instructions, mathematics and code (arXiv 2409.20370)"),
     Corpus("alpaca", "tatsu-lab/alpaca", ("instruction", "input", "output"), "cc-by-nc-4.0"),
     Corpus("chatalpaca", "robinsmits/ChatAlpaca-20K", ("id", "messages"), "apache-2.0", every_turn=True,
            note="a copy of github.com/icip-cas/ChatAlpaca, whose files can be passed as `path`"),

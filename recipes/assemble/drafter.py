@@ -180,6 +180,12 @@ def complete_section(recipe: DrafterRecipe) -> ModelSection:
         target_config = AutoConfig.from_pretrained(model_source(recipe.target, weights=False)).get_text_config()
     except OSError as error:
         raise ValueError(f"target {recipe.target!r} cannot be loaded: {first_line(error)}") from error
+    return inherit_sizes(section, target_config)
+
+
+def inherit_sizes(section: ModelSection, target_config: Any) -> ModelSection:
+    """Return the section of a new model with vocabulary size, positions and special tokens of the target."""
+    assert section.config is not None
     target_values = {name: getattr(target_config, name, None) for name in _FROM_TARGET}
     known = vars(AutoConfig.for_model(section.config["model_type"]))
     inherited = {name: value for name, value in target_values.items() if value is not None and name in known}

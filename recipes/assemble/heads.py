@@ -171,20 +171,28 @@ def _new_auxiliary(recipe: HeadsRecipe, target: Any, prepared: Prepared) -> Auxi
     if recipe.vocabulary is not None and recipe.vocabulary.tokens is not None:
         proposed = frequent_tokens(recipe.vocabulary.tokens, len(weight_VD), prepared, "heads")
     torch.manual_seed(recipe.train.seed)
-    heads: EagleHeads | DFlashHeads
-    if recipe.architecture == "eagle3":
-        heads = EagleHeads.for_target(target.config, recipe.layers, proposed, recipe.num_heads, recipe.norms)
-    else:
+    mask = 0
+    if recipe.drafts_blocks:
         mask = choose_mask("mask_token", recipe.mask_token, prepared, len(weight_VD), "heads")
-        kind, size, options = DFlashHeads, recipe.num_heads + 1, dict[str, Any]()
-        if recipe.architecture == "dspark":
-            from_anchor = recipe.dspark.sample_from_anchor
-            kind, size = DSparkHeads, recipe.num_heads + (not from_anchor)
-            options = {"rank": recipe.dspark.markov_rank, "from_anchor": from_anchor}
-        sizes = (mask, size, recipe.num_layers, recipe.layers, proposed)
-        heads = kind.for_target(target.config.get_text_config(decoder=True), *sizes, **options)
+    heads = build_auxiliary(recipe, target.config, mask, proposed)
     heads = heads.to(target.device).attach(target.get_input_embeddings().weight, weight_VD)
     return heads.begin_as(target)
+
+
+def build_auxiliary(
+    recipe: HeadsRecipe, config: Any, mask: int = 0, proposed: Tensor | None = None
+) -> EagleHeads | DFlashHeads:
+    """Create the EAGLE-3 heads or block drafter of a recipe for a target's configuration, with random weights."""
+    config = config.get_text_config(decoder=True)
+    if recipe.architecture == "eagle3":
+        return EagleHeads.for_target(config, recipe.layers, proposed, recipe.num_heads, recipe.norms)
+    kind, size, options = DFlashHeads, recipe.num_heads + 1, dict[str, Any]()
+    if recipe.architecture == "dspark":
+        from_anchor = recipe.dspark.sample_from_anchor
+        kind, size = DSparkHeads, recipe.num_heads + (not from_anchor)
+        options = {"rank": recipe.dspark.markov_rank, "from_anchor": from_anchor}
+    sizes = (mask, size, recipe.num_layers, recipe.layers, proposed)
+    return kind.for_target(config, *sizes, **options)
 
 
 @torch.no_grad()

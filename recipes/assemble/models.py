@@ -88,6 +88,11 @@ def build_model(section: ModelSection, seed: int) -> TrainableModel:
         model = cut_layers(load_trainable(section.source), section.layers, section.source, attention).to(dtype)
     else:
         model = load_trainable(section.source, dtype=dtype, attention=attention)
+    return freeze_parts(model, section)
+
+
+def freeze_parts(model: PreTrainedModel, section: ModelSection) -> TrainableModel:
+    """Freeze the embeddings, or add LoRA adapters, as the section says."""
     if section.freeze_embeddings:
         for part in (model.get_input_embeddings(), model.get_output_embeddings()):
             part.requires_grad_(False)

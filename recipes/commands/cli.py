@@ -185,14 +185,23 @@ def train(
 ) -> None:
     """Train a draft model, prediction heads or a bigram table.
 
-    Example: `train drafter/vicuna-68m train.steps=1000`. An interrupted run resumes.
+    Examples: `train drafter/vicuna-68m train.steps=1000`, `train heads/dflash models/qwen3-8b --plan`. An interrupted
+    run resumes.
     """
     from ..schema.loading import load_training
+    from ..schema.training import DrafterRecipe, HeadsRecipe
 
     loaded = load_training(recipe, overrides or [])
     if plan:
+        from .training.estimate import missing_model, print_estimate
         from .training.plan import plan_recipe, show
 
+        if isinstance(loaded, DrafterRecipe) or (isinstance(loaded, HeadsRecipe) and loaded.architecture != "medusa"):
+            if is_first():
+                print_estimate(loaded)
+            if (missing := missing_model(loaded)) is not None:
+                log(f"not measured: {missing} is not on this machine")
+                return
         planned = plan_recipe(loaded)
         if is_first():
             show(planned)
@@ -262,10 +271,10 @@ def regenerate(recipe: RecipeName, overrides: Overrides = None) -> None:
 @recipes_app.command("ls")
 def recipes_list() -> None:
     """List the shipped recipes."""
-    from ..schema.loading import first_sentence, shipped_recipes
+    from ..schema.loading import first_sentence, shipped_models, shipped_recipes
 
     table = Table(show_header=False, box=None)
-    for name, path in shipped_recipes().items():
+    for name, path in (shipped_recipes() | shipped_models()).items():
         table.add_row(name, first_sentence(path))
     console().print(table)
 
@@ -276,9 +285,10 @@ def recipes_copy(recipe: RecipeName, to: Annotated[Path, typer.Argument(help="Ou
 
     Examples: `recipes copy drafter/vicuna-68m mine.yaml`, `recipes copy accelerate/zero2 zero2.yaml`.
     """
-    from ..schema.loading import find_recipe, launch_settings
+    from ..schema.loading import find_recipe, launch_settings, shipped_models
 
-    source = launch_settings().get(recipe.removesuffix(".yaml").removesuffix(".json")) or find_recipe(recipe)
+    others = launch_settings() | shipped_models()
+    source = others.get(recipe.removesuffix(".yaml").removesuffix(".json")) or find_recipe(recipe)
     target = to / source.name if to.is_dir() else to
     if target.exists():
         raise ValueError(f"{target} already exists: choose another file")

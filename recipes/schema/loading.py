@@ -4,7 +4,7 @@ import re
 import typing
 from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 from pydantic import ValidationError
@@ -21,6 +21,23 @@ from .forge import ForgeRecipe
 from .serving import BenchRecipe
 from .training import DrafterRecipe, HeadsRecipe, TableRecipe, TrainingRecipe
 
+
+class ModelFile(Section):
+    """Settings of a target, which are merged into a recipe: `draftsmith train RECIPE models/NAME`."""
+
+    kind: Literal["model"]
+    target: str
+    """Hub id of the target."""
+    config: dict[str, Any]
+    """Main fields of the target's transformers configuration, with which `train --plan` works without the hub."""
+    template_options: dict[str, Any] = {}
+    """Variables for the target's chat template."""
+    heads: dict[str, Any] = {}
+    drafter: dict[str, Any] = {}
+    regenerate: dict[str, Any] = {}
+    """Values that are merged only into recipes of this kind."""
+
+
 Recipe = (
     DrafterRecipe
     | HeadsRecipe
@@ -30,6 +47,7 @@ Recipe = (
     | QuickstartRecipe
     | BenchRecipe
     | ForgeRecipe
+    | ModelFile
 )
 RECIPES: dict[str, type[Section]] = {
     "drafter": DrafterRecipe,
@@ -40,11 +58,13 @@ RECIPES: dict[str, type[Section]] = {
     "quickstart": QuickstartRecipe,
     "bench": BenchRecipe,
     "forge": ForgeRecipe,
+    "model": ModelFile,
 }
 
 SHIPPED = Path(__file__).parents[1]
 _LEFT_OUT = ("", "pairs/", "evaluate/")
 """Prefixes that may be omitted from the name of a shipped recipe."""
+_MODELS = "pairs/models/"
 
 
 class _Loader(yaml.SafeLoader):
@@ -79,7 +99,12 @@ _Loader.add_implicit_resolver(
 def shipped_recipes() -> dict[str, Path]:
     """Return a mapping from the names of shipped recipes, such as `drafter/vicuna-68m`, to their files."""
     recipes = {str(path.relative_to(SHIPPED).with_suffix("")): path for path in sorted(SHIPPED.rglob("*.yaml"))}
-    return {name: path for name, path in recipes.items() if not name.startswith("launch/")}
+    return {name: path for name, path in recipes.items() if not name.startswith(("launch/", _MODELS))}
+
+
+def shipped_models() -> dict[str, Path]:
+    """Return a mapping from the names of shipped model files, such as `models/qwen3-8b`, to their files."""
+    return {f"models/{path.stem}": path for path in sorted((SHIPPED / _MODELS).glob("*.yaml"))}
 
 
 def launch_settings() -> dict[str, Path]:
@@ -169,9 +194,39 @@ def load_recipe(
     options: Mapping[str, Any] | None = None,
     kinds: Sequence[str] = tuple(RECIPES),
 ) -> Recipe:
-    """Load and validate a recipe, given its path or shipped name. See `parse_recipe` for the other arguments."""
+    """Load and validate a recipe, given its path or shipped name. See `parse_recipe` for the other arguments.
+
+    Overrides without `=` name model files (see `ModelFile`), which are merged into the recipe first.
+    """
     path = find_recipe(name)
-    return parse_recipe(read_extended(path), str(path), overrides, options=options, kinds=kinds)
+    values, models = read_extended(path), [word for word in overrides if "=" not in word]
+    for model in models:
+        values = _add_model(values, model)
+    changes = [word for word in overrides if word not in models]
+    return parse_recipe(values, str(path), changes, options=options, kinds=kinds)
+
+
+def read_model(path: Path) -> ModelFile:
+    """Load and validate a model file. Raise ValueError if it is invalid."""
+    return typing.cast(ModelFile, parse_recipe(read_recipe(path), str(path), kinds=("model",)))
+
+
+def _add_model(values: dict[str, Any], name: str) -> dict[str, Any]:
+    """Merge a model file into a recipe. Its outputs and data in `runs/` move to `runs/MODEL/`."""
+    path = shipped_models().get(name.removesuffix(".yaml"), Path(name))
+    if not path.is_file():
+        near, known = did_you_mean(name, list(shipped_models())), "models/qwen3-8b"
+        raise ValueError(f"override {name!r}: expected key.path=value, or a model file such as {known}.{near}")
+    model, kind = read_model(path), values.get("kind")
+    if kind not in ("heads", "drafter", "regenerate"):
+        raise ValueError(f"{name} applies to recipes of kind heads, drafter and regenerate, got {kind!r}: remove it")
+    template = {"template": "tokenizer", "template_options": model.template_options}
+    common = {"target": model.target, **(template if kind == "regenerate" else {"data": template})}
+    merged = _merge(_merge(values, common), getattr(model, kind))
+    for section, key in ((merged, "out"), (merged.get("data", {}), "source")):
+        if str(section.get(key)).startswith("runs/"):
+            section[key] = f"runs/{path.stem}/{section[key].removeprefix('runs/')}"
+    return merged
 
 
 def load_training(name: str, overrides: Sequence[str] = ()) -> TrainingRecipe:

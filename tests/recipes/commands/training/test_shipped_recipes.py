@@ -31,6 +31,7 @@ SAME = {"drafter/vicuna-160m"}
 DRAFTERS, HEADS = ([name for name in shipped_recipes() if name.startswith(kind)] for kind in ("drafter/", "heads/"))
 AUXILIARY: dict[str, tuple[Any, ...]] = {
     "heads/eagle3": (load_eagle, EagleDrafter, "vocabulary.tokens=200"),
+    "heads/eagle3.1": (load_eagle, EagleDrafter, "vocabulary.tokens=200"),
     "heads/dflash": (load_dflash, DFlashDrafter, "anchors=64"),
 }
 """Function that loads the heads, class of the drafter, and change of the recipe by recipe."""

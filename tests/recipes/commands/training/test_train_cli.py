@@ -9,7 +9,13 @@ import pytest
 from draftsmith.checkpoints.artifact.artifact import load_manifest
 from draftsmith.recipes.commands.cli import app
 from draftsmith.recipes.commands.training.train import run_train
-from draftsmith.recipes.schema.loading import launch_settings, load_recipe, load_training, shipped_recipes
+from draftsmith.recipes.schema.loading import (
+    launch_settings,
+    load_recipe,
+    load_training,
+    shipped_models,
+    shipped_recipes,
+)
 from typer.testing import CliRunner
 
 
@@ -58,7 +64,8 @@ def test_every_shipped_recipe_can_be_copied_and_listed(tmp_path: Path) -> None:
         assert load_recipe(str(copy)) == load_recipe(name)
         assert name in listed
     assert "distilled from Vicuna-7B" in listed
-    for name, path in launch_settings().items():
+    assert all(name in listed for name in shipped_models())
+    for name, path in (launch_settings() | shipped_models()).items():
         assert run(app, ["recipes", "copy", name, str(tmp_path)]).exit_code == 0
         assert (tmp_path / path.name).read_bytes() == path.read_bytes()
 
