@@ -52,7 +52,12 @@ def assisted(target: Any, drafter: Any, gamma: int) -> Job:
     config.num_assistant_tokens, config.num_assistant_tokens_schedule = gamma, "constant"
     config.assistant_confidence_threshold = 0.0
     generate_assisted = partial(target.generate, assistant_model=drafter)
-    model = SimpleNamespace(generate=generate_assisted, device=target.device, config=target.config)
+    model = SimpleNamespace(
+        generate=generate_assisted,
+        device=target.device,
+        config=target.config,
+        generation_config=target.generation_config,
+    )
     return partial(decode_reference, model)
 
 
