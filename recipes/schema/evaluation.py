@@ -269,8 +269,8 @@ class QuickstartRecipe(Section):
     """Second stage of drafter training, which starts from the weights of the first stage."""
     eagle: HeadsRecipe | None = None
     """EAGLE-3 heads, which the evaluation uses as a drafter."""
-    dflash: HeadsRecipe | None = None
-    """DFlash drafter."""
+    block: HeadsRecipe | None = None
+    """DFlash or DSpark drafter."""
     heads: HeadsRecipe
     table: TableRecipe
     evaluate: EvaluateRecipe

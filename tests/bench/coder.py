@@ -37,9 +37,8 @@ SETS = {
     "mt-bench": "mt_bench_question.jsonl",
     "spec-bench": "spec_bench_question.jsonl",
 }
-DRAFTERS = ("drafter", "small_model", "trimmed", "eagle", "dflash")
-LENGTHS = {"drafter": (2, 3, 4), "small_model": (1, 2, 3, 5), "trimmed": (2, 3, 5)}
-LENGTHS |= {"eagle": (1, 2, 3), "dflash": (3, 5)}
+DRAFTERS = ("drafter", "small_model", "trimmed", "eagle", "block")
+LENGTHS = {"drafter": (2, 3, 5), "small_model": (2, 3, 5, 7), "trimmed": (3, 5, 7), "eagle": (2, 3, 5), "block": (3, 5, 7)}
 """Numbers of draft tokens to measure for each drafter."""
 STORED = {"datastore": "table"}
 ENTRIES: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
@@ -57,6 +56,7 @@ ENTRIES: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
         for gamma in lengths
     },
     "eagle tree": ("dynamic-tree", {"max_nodes": 8, "max_depth": 4}, ("eagle",)),
+    "block tree": ("dynamic-tree", {"max_nodes": 15, "max_depth": 6}, ("block",)),
     "medusa": ("medusa", {"tree": "2x1"}, ("heads",)),
     "slim": ("slim-s", {"num_sequences": 4}, ("heads", "table")),
 }

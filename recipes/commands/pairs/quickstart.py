@@ -36,7 +36,7 @@ from ..training.regenerate import run_regenerate
 from ..training.train import run_train
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-STAGES = ("target", "answers", "trimmed", "eagle", "dflash", "drafter", "distilled", "heads", "table")
+STAGES = ("target", "answers", "table", "trimmed", "eagle", "block", "drafter", "distilled", "heads")
 """Names of the stages with a recipe, in the order in which they run."""
 
 
@@ -104,7 +104,7 @@ def resolve(recipe: QuickstartRecipe) -> QuickstartRecipe:
     """Set output directory, seed, precision and the numbers of steps, answers and prompts in the stages' recipes."""
     values = fill_placeholder(recipe.model_dump(mode="json"), "{out}", recipe.out)
     scale = recipe.minutes / recipe.reference_minutes
-    trained = [values[name] for name in ("target", "trimmed", "eagle", "dflash", "drafter", "distilled", "heads")]
+    trained = [values[name] for name in ("target", "trimmed", "eagle", "block", "drafter", "distilled", "heads")]
     for train in (part["train"] for part in trained if isinstance(part, dict)):
         train["seed"] = recipe.seed
         if train["steps"]:

@@ -56,12 +56,12 @@ TINY_CODER = [
     "corpus.packages=[typer]", "corpus.megabytes=0", "corpus.questions=60", "corpus.heldout_share=0.1",
     "answers.limit=20", "answers.max_new_tokens=8", "answers.batch=8", "answers.dtype=float32",
     "drafter.model.layers=[0]", "drafter.teacher.dtype=float32", "drafter.model.vocabulary.tokens=200",
-    *(f"{name}.vocabulary.tokens=200" for name in ("eagle", "dflash", "heads")), "trimmed.model.vocabulary.tokens=150",
-    *(f"{name}.layers=[1]" for name in ("eagle", "dflash")),
-    *(f"{name}.train.steps=2" for name in ("eagle", "dflash", "drafter", "heads")),
-    *(f"{name}.train.save_every=1" for name in ("eagle", "dflash", "drafter", "heads")),
-    *(f"{name}.data.block_tokens=256" for name in ("trimmed", "eagle", "dflash", "drafter", "heads", "table")),
-    *(f"{name}.measure={{prompts: 0, blocks: 0}}" for name in ("eagle", "dflash", "drafter", "heads")),
+    *(f"{name}.vocabulary.tokens=200" for name in ("eagle", "block", "heads")), "trimmed.model.vocabulary.tokens=150",
+    *(f"{name}.layers=[1]" for name in ("eagle", "block")),
+    *(f"{name}.train.steps=2" for name in ("eagle", "block", "drafter", "heads")),
+    *(f"{name}.train.save_every=1" for name in ("eagle", "block", "drafter", "heads")),
+    *(f"{name}.data.block_tokens=256" for name in ("trimmed", "eagle", "block", "drafter", "heads", "table")),
+    *(f"{name}.measure={{prompts: 0, blocks: 0}}" for name in ("eagle", "block", "drafter", "heads")),
     "evaluate.limit=2", "evaluate.max_new_tokens=6", "evaluate.dtype=float32", "precision=float32",
 ]  # fmt: skip
 
@@ -86,7 +86,7 @@ def test_coder_with_gguf_files(kills: int, package: Path, launcher: Any, stop: A
     shipped: Any = load_recipe("coder")
     assert [row["label"] for row in rows] == shipped.evaluate.labels()
     exact = {row["label"]: row["identical_to_greedy"] for row in rows if row["identical_to_greedy"] is not None}
-    assert {"small model", "trimmed", "drafter", "eagle", "dflash"} <= set(exact)
+    assert {"small model", "trimmed", "drafter", "eagle", "block"} <= set(exact)
     assert set(map(tuple, exact.values())) == {(2, 2)}
     small, trimmed = (load_model(str(out / name)) for name in ("small_model", "trimmed"))
     proposed = kept_tokens(trimmed)
@@ -95,7 +95,7 @@ def test_coder_with_gguf_files(kills: int, package: Path, launcher: Any, stop: A
     weights = trimmed.get_decoder().state_dict()
     assert all(torch.equal(weight, weights[name]) for name, weight in small.get_decoder().state_dict().items())
     spent = json.loads((out / "spent.json").read_text())["seconds"]
-    assert {"corpus", "answers", "trimmed", "eagle", "dflash", "drafter", "heads", "table", "evaluation"} == set(spent)
+    assert {"corpus", "answers", "trimmed", "eagle", "block", "drafter", "heads", "table", "evaluation"} == set(spent)
 
 
 def test_models_and_time_of_quickstart(launcher: Any) -> None:
@@ -107,7 +107,7 @@ def test_models_and_time_of_quickstart(launcher: Any) -> None:
         load_recipe("realpair", ["small_model=./drafter"])
     full, short = (resolve_recipe(load_recipe("coder", [f"minutes={minutes}"])) for minutes in (480, 48))
     assert (short.answers.limit, short.evaluate.limit, short.trimmed.train.steps) == (full.answers.limit // 10, 2, 0)
-    assert short.eagle.train.steps == short.dflash.train.steps == full.drafter.train.steps // 10
+    assert short.eagle.train.steps == short.block.train.steps == full.drafter.train.steps // 10
 
 
 def stamps(out: Path) -> dict[str, int]:
