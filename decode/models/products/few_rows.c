@@ -208,7 +208,7 @@ static inline __attribute__((always_inline)) void two_vectors_of_fours(
     long lines)
 {
 #ifdef __AVX512VNNI__
-    __m512i sums[2][2][MOST / 3]; /* with more rows, compilers spill registers */
+    __m512i sums[2][2][MOST / 4]; /* groups of 4 to 6 rows were slower: registers are spilled */
 #pragma GCC unroll 8
     for (int row = 0; row < count; row++)
         for (int half = 0; half < 2; half++)
@@ -360,7 +360,7 @@ void few_rows(
     const long numbers = halved ? inputs / 2 : inputs, steps = kind >= BYTES ? inputs / 4 : numbers;
     const long size_of = kind == NARROW ? 2 : 4, scales = kind >= BYTES ? 64 : 0;
     const long apart = scales + steps * 16 * size_of, both = apart * LANES / 8;
-    const int most = kind == FOURS ? MOST / 3 : MOST, groups = (count + most - 1) / most;
+    const int most = kind == FOURS ? MOST / 4 : MOST, groups = (count + most - 1) / most;
     const int size = (count + groups - 1) / groups;
 #pragma omp parallel for num_threads(threads) schedule(static, 1)
     for (int thread = 0; thread < threads; thread++) {
@@ -411,7 +411,7 @@ void few_rows(
     case rows: \
         if (rows > MOST) \
             break; \
-        if (kind == FOURS && rows <= MOST / 3) \
+        if (kind == FOURS && rows <= MOST / 4) \
             two_vectors_of_fours( \
                 left, right, scale, from, about + start, adds, add_apart, ys, steps, outputs, rows, ahead, lines); \
         else if (kind == WIDE) \
