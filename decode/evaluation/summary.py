@@ -76,6 +76,8 @@ class Summariser:
     text_of: Callable[[Sequence[int]], str] | None = None
     energies: Mapping[str, Energy] = field(default_factory=dict)
     batch: int = 1
+    _nats: dict[tuple[int, ...], float] = field(default_factory=dict, init=False)
+    """Surprisal of each text, by its prompt's number and its tokens."""
 
     def summarise(self, entries: Sequence[Entry], progress: Callable[[int, int, str], None] | None = None) -> Summary:
         """Build a row for each entry.
@@ -126,9 +128,11 @@ class Summariser:
         advance()
         drafting, forwards = drafting_cost(self.target, method, nodes, context)
         nats = list[float]()
-        for prompt_ids, ids in zip(prompts, run.ids, strict=True):
+        for number, ids in enumerate(run.ids):
             advance()
-            nats.append(surprisal(self.target, prompt_ids, ids))
+            if (key := (number, *ids)) not in self._nats:  # lossless methods write the same texts
+                self._nats[key] = surprisal(self.target, prompts[number], ids)
+            nats.append(self._nats[key])
         advance()
         entry_costs = _Entry(
             entry,
