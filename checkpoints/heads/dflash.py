@@ -26,7 +26,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding, apply
 from ..storage.names import CONFIG_FILE, WHOLE_FILES
 from ..storage.safe_read import read_json
 from .auxiliary import HEAD, AuxiliaryHeads, Mlp, Norm, check_layers, draft_tokens_in, fill_heads
-from .layouts import DFLASH
+from .layouts import DFLASH, DSPARK
 from .logits import LogitShape
 
 SETTINGS, LAYER_IDS, MASK, BLOCK = "dflash_config", "target_layer_ids", "mask_token_id", "block_size"
@@ -282,8 +282,6 @@ def build_dflash(
 
 
 Block = TypeVar("Block", bound=DFlashHeads)
-ANCHOR_FAULT = "predicting anchor"
-"""Key in `setting_faults` for blocks whose first slot predicts a token, as in DSpark."""
 
 
 def fill_dflash(heads: Block, stored: Mapping[str, Tensor], directory: Path) -> Block:
@@ -293,7 +291,7 @@ def fill_dflash(heads: Block, stored: Mapping[str, Tensor], directory: Path) -> 
 
 
 def setting_faults(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the settings of a config with which the forward pass differs from `DFlashHeads`.
+    """Return the settings of a config with which the forward pass differs from `DFlashHeads` or `DSparkHeads`.
 
     The keys are short names of what differs, the values show the settings.
     """
@@ -302,14 +300,15 @@ def setting_faults(config: Mapping[str, Any]) -> dict[str, str]:
     factor = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
     kinds = {*(config.get("layer_types") or ())} - {"full_attention"}
     is_sliding = kinds or section.get("use_swa") or config.get("use_sliding_window")
+    is_spark = DSPARK in (config.get("architectures") or ()) or config.get("speculators_model_type") == "dspark"
+    from_anchor = not is_spark and (config.get("sample_from_anchor") or section.get("sample_from_anchor"))
     faults = {
         "partial rotary positions": factor not in (None, 1) and f"partial_rotary_factor is {factor}",
         "multimodal rotary positions": next((f"{name} is set" for name in rope if name.startswith("mrope")), ""),
         "rotary layout": config.get("is_neox_style", True) is False and "is_neox_style is false",
         "causal attention": (config.get("is_causal") or section.get("causal")) and "the block is causal",
         "sliding layers": is_sliding and f"layers have sliding attention ({', '.join(sorted(kinds)) or 'by a flag'})",
-        ANCHOR_FAULT: (config.get("sample_from_anchor") or section.get("sample_from_anchor"))
-        and "sample_from_anchor is true",
+        "predicting anchor": from_anchor and "sample_from_anchor is true",
         "activation": config.get("hidden_act") not in (None, "silu") and f"hidden_act is {config.get('hidden_act')}",
     }
     return {name: str(fault) for name, fault in faults.items() if fault}

@@ -25,7 +25,6 @@ from ..storage.safe_read import read_json
 from ..table.table import BigramTable
 from .auxiliary import draft_tokens_in
 from .dflash import (
-    ANCHOR_FAULT,
     BLOCK,
     LAYER_IDS,
     MASK,
@@ -40,7 +39,8 @@ from .layouts import DSPARK, is_dspark
 
 ANCHOR, RANK, KIND = "sample_from_anchor", "markov_rank", "markov_head_type"
 """Config keys: prediction by slot 0, rank and type of the Markov head."""
-_CONFIDENCE, _WITH_MARKOV = "enable_confidence_head", "confidence_head_with_markov"
+CONFIDENCE, WITH_MARKOV = "enable_confidence_head", "confidence_head_with_markov"
+"""Config keys: use of the confidence head, and whether it reads the Markov factors."""
 _START_DEVIATION = 0.01
 """Standard deviation of a random `markov_w1`, as in speculators."""
 
@@ -116,7 +116,7 @@ class DSparkHeads(DFlashHeads):
     def stored_config(self) -> dict[str, Any]:
         # engines count draft tokens, with or without the anchor
         section = {BLOCK: self.num_heads, MASK: self.mask, LAYER_IDS: [layer - 1 for layer in self.layers]}
-        heads = {RANK: self.rank, KIND: "vanilla", _CONFIDENCE: True, _WITH_MARKOV: True}
+        heads = {RANK: self.rank, KIND: "vanilla", CONFIDENCE: True, WITH_MARKOV: True}
         return {**section, **heads, ANCHOR: self.first_slot == 0, SETTINGS: section}
 
 
@@ -147,15 +147,15 @@ def load_dspark(directory: Path, dtype: torch.dtype | None = None) -> DSparkHead
     """
     directory = Path(directory)
     path, config = directory / CONFIG_FILE, read_json(directory / CONFIG_FILE)
-    expected = {KIND: "vanilla", _CONFIDENCE: True, _WITH_MARKOV: True}
+    expected = {KIND: "vanilla", CONFIDENCE: True, WITH_MARKOV: True}
     for key, value in expected.items():
         if config.get(key) != value:
             raise ValueError(f"{path}: {key} must be {value!r}, got {config.get(key)!r}, which is not supported")
     for key, kind, name in ((RANK, int, "an integer"), (ANCHOR, bool, "true or false")):
         if type(config.get(key)) is not kind:
             raise ValueError(f"{path}: {key} must be {name}, got {config.get(key)!r}")
-    if faults := [fault for name, fault in setting_faults(config).items() if name != ANCHOR_FAULT]:
-        raise ValueError(f"{path}: {faults[0]}, which is not supported")
+    if faults := setting_faults(config):
+        raise ValueError(f"{path}: {next(iter(faults.values()))}, which is not supported")
     layers, mask, drafts = dflash_settings(directory)
     stored = load_file(directory / WHOLE_FILES[0])
     size, from_anchor = drafts if config[ANCHOR] else drafts + 1, config[ANCHOR]

@@ -15,11 +15,12 @@ from transformers import LlamaConfig, Qwen3Config
 from ..storage.draft_vocabulary import TOKENS, check_tokens
 from ..storage.names import CONFIG_FILE, PICKLED_WHOLE_FILES, WHOLE_FILES
 from ..storage.safe_read import read_json
-from .auxiliary import HEAD, check_layers, draft_tokens_in, fill_heads
+from .auxiliary import HEAD, AuxiliaryHeads, check_layers, draft_tokens_in, fill_heads
 from .dflash import BLOCK, MASK, SETTINGS, DFlashHeads, build_dflash, settings_section
 from .dflash import LAYER_IDS as OUTPUT_IDS
+from .dspark import load_dspark
 from .eagle import FC_NORM, LAYER_IDS, NORM_BEFORE_FC, NORMED, NORMS, EagleHeads, default_layers
-from .layouts import DFLASH, EAGLE, read_pickled
+from .layouts import DFLASH, DSPARK, EAGLE, is_dspark, read_pickled
 
 SPECULATORS = "speculators_model_type"
 TRANSFORMERS_DFLASH = "muse_glimmer_assistant"
@@ -37,16 +38,33 @@ _EMBEDDINGS = "embed_tokens.weight"
 _IGNORED = re.compile(r"t2d|.*rotary_emb\.inv_freq")
 _VARIANTS = ("mask_hidden", "layers.1.", "q_norm", "k_norm", "bias")
 """Substrings of tensor names in unsupported variants only: P-EAGLE, several or non-Llama layers."""
-_OTHER_FC_NORM = "use_aux_norm"
+NORM_TENSORS = {FC_NORM: "fc_norm.0.weight", NORM_BEFORE_FC: "input_norm.weight"}
+"""Tensors of the norms of EAGLE-3.1 that have one."""
+OTHER_FC_NORM = "use_aux_norm"
 _OTHER_NAMES = {"aux_norm_low": "fc_norm.0", "aux_norm_mid": "fc_norm.1", "aux_norm_high": "fc_norm.2"}
 """Other names of `fc_norm` in the config and tensors of published heads, which only SGLang reads."""
 
 
-def is_published_eagle(directory: Path) -> bool:
-    """Check if a folder contains EAGLE-3 heads in any supported format. Raises ValueError if the config is invalid."""
+def published_kind(directory: Path) -> str | None:
+    """Return `eagle3`, `dflash` or `dspark` for a drafter in any supported format, and None for other folders.
+
+    Raises ValueError if the config is invalid.
+    """
     path = directory / CONFIG_FILE
     config = read_json(path) if path.is_file() else {}
-    return EAGLE in (config.get("architectures") or []) or config.get(SPECULATORS) == "eagle3"
+    kinds = {EAGLE: "eagle3", DFLASH: "dflash", DSPARK: "dspark", TRANSFORMERS_DFLASH: "dflash"}
+    named = [kinds.get(name) for name in (*(config.get("architectures") or ()), config.get("model_type"))]
+    return next((kind for kind in (config.get(SPECULATORS), *named) if kind in kinds.values()), None)
+
+
+def read_auxiliary(
+    directory: Path, target: Any, embedding_VD: Tensor | None = None, *, unpickle: bool = False
+) -> AuxiliaryHeads:
+    """Load a drafter of any `published_kind`. Raises ValueError as the function for this kind does."""
+    if is_dspark(directory):
+        return load_dspark(directory)
+    read = read_published if published_kind(directory) == "eagle3" else read_published_dflash
+    return read(directory, target, embedding_VD, unpickle=unpickle)
 
 
 def trained_layers(config: Mapping[str, Any], count: int) -> list[int]:
@@ -68,7 +86,7 @@ def trained_norms(config: Mapping[str, Any]) -> list[str]:
     """Return the norms of EAGLE-3.1 (see `NORMS`) that a config enables, read as in SGLang."""
     nested = config.get("eagle_config") or {}
     enabled = {name: config.get(name) for name in NORMS} | {
-        FC_NORM: config.get(FC_NORM) or config.get(_OTHER_FC_NORM),
+        FC_NORM: config.get(FC_NORM) or config.get(OTHER_FC_NORM),
         NORM_BEFORE_FC: nested.get(NORM_BEFORE_FC, config.get(NORM_BEFORE_FC)),
     }
     return [name for name, is_enabled in enabled.items() if is_enabled]
@@ -94,7 +112,7 @@ def read_published(
     norms = trained_norms(config)
     for name in NORMS:
         setattr(sizes, name, name in norms)
-    for name, tensor in ((FC_NORM, "fc_norm.0.weight"), (NORM_BEFORE_FC, "input_norm.weight")):
+    for name, tensor in NORM_TENSORS.items():
         if (name in norms) != (tensor in stored):
             problem = f"{tensor} is missing" if name in norms else f"there is {tensor}, but the config has no {name}"
             raise ValueError(f"{directory}: {problem}: set {name} to {str(name not in norms).lower()}")
@@ -126,11 +144,11 @@ def _tensors(directory: Path, unpickle: bool) -> dict[str, Tensor]:
         raise ValueError(f"{pickled} is pickled: pass `unpickle=True`, or use `draftsmith import --unpickle`")
     else:
         tensors = read_pickled(pickled)
-    renamed = {_rename(name): tensor for name, tensor in tensors.items()}
+    renamed = {rename_tensor(name): tensor for name, tensor in tensors.items()}
     return {name: tensor for name, tensor in renamed.items() if not _IGNORED.fullmatch(name)}
 
 
-def _rename(name: str) -> str:
+def rename_tensor(name: str) -> str:
     """Return the name in `EagleHeads` of a published tensor."""
     name = re.sub(r"^(model\.)?(layers\.0\.)?", lambda match: "midlayer." if match[2] else "", name)
     first, dot, rest = name.partition(".")
@@ -147,14 +165,6 @@ def _check_embeddings(stored_VD: Tensor | None, embedding_VD: Tensor | None, dir
             return
         raise ValueError(f"{directory}: {_EMBEDDINGS} differs from the target's by up to {gap:.3g}: check the target")
     raise ValueError(f"{directory}: {_EMBEDDINGS} is {list(stored_VD.shape)}, expected {list(embedding_VD.shape)}")
-
-
-def is_published_dflash(directory: Path) -> bool:
-    """Check if a folder contains a DFlash drafter in any format. Raises ValueError if the config is invalid."""
-    path = directory / CONFIG_FILE
-    config = read_json(path) if path.is_file() else {}
-    is_named = DFLASH in (config.get("architectures") or []) or config.get(SPECULATORS) == "dflash"
-    return is_named or config.get("model_type") == TRANSFORMERS_DFLASH
 
 
 def common_settings(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from ..heads.published import SPECULATORS, trained_layers, trained_norms
 from ..storage.draft_vocabulary import TOKENS, check_tokens
 from ..storage.names import CONFIG_FILE, WHOLE_FILES
 from ..storage.safe_read import read_json
-from .sides import Diagnosis, Effect, Finding, ModelInfo, degrade, refuse
+from .sides import Diagnosis, Effect, Finding, ModelInfo, check_sizes, degrade, refuse
 
 READERS = {
     "vllm": "vLLM 0.33, method eagle3",
@@ -131,15 +131,16 @@ def _layers(config: Config, trained: list[int], target: ModelInfo) -> Iterator[F
 
 
 def _sizes(config: Config, target: ModelInfo) -> Iterator[Finding]:
-    for name in ("hidden_size", "vocab_size"):
-        of_target, of_heads = getattr(target.config, name), _layer_settings(config).get(name)
-        if of_target != of_heads:
-            reason = "the heads were trained for a different target"
-            yield Finding(name, reason, str(of_target), str(of_heads), refuse(reason, *READERS))
-    of_target, of_heads = rotary_base(vars(target.config)), rotary_base(_layer_settings(config))
-    if of_target != of_heads:
+    yield from check_sizes(target, _layer_settings(config), READERS)
+    of_heads, of_target = _layer_settings(config).get("max_position_embeddings"), target.positions
+    if of_heads and of_target and of_heads < of_target:
+        effects = degrade(f"texts with more than {of_heads:,} tokens are drafted poorly or fail", "vllm", "sglang")
+        problem = "the heads have fewer positions than the target"
+        yield Finding("context length", problem, str(of_target), str(of_heads), effects)
+    bases = [rotary_base(each) for each in (vars(target.config), _layer_settings(config))]
+    if bases[0] != bases[1]:
         reason = "the base of rotary positions differs from the target's"
-        yield Finding("rotary positions", reason, f"{of_target:,.0f}", f"{of_heads:,.0f}", {})
+        yield Finding("rotary positions", reason, f"{bases[0]:,.0f}", f"{bases[1]:,.0f}")
 
 
 def _vocabulary(config: Config, stored: Mapping[str, Any], target: ModelInfo) -> Iterator[Finding]:

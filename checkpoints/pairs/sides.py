@@ -3,7 +3,7 @@
 Only configurations, tokenizers and safetensors headers are read. Pickles and remote code are never loaded.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -126,6 +126,22 @@ class Diagnosis:
         verdicts = {name: {"reader": self.consumers[name]} | asdict(one) for name, one in self.verdicts.items()}
         findings = [finding.as_json() for finding in self.findings]
         return {"target": self.target, "drafter": self.drafter, "findings": findings, "verdicts": verdicts}
+
+
+def diagnose(target: "ModelInfo", source: str, findings: Iterable[Finding], consumers: Mapping[str, str]) -> Diagnosis:
+    """Create a diagnosis of the findings that affect one of the given engines, and of their effects on these."""
+    pairs = [(each, {name: each.effects[name] for name in consumers if name in each.effects}) for each in findings]
+    limited = tuple(replace(each, effects=effects) for each, effects in pairs if effects)
+    return Diagnosis(target.source, source, limited, consumers)
+
+
+def check_sizes(target: "ModelInfo", sizes: Mapping[str, Any], consumers: Iterable[str]) -> Iterator[Finding]:
+    """Report a hidden or vocabulary size of heads that differs from the target's."""
+    for name in ("hidden_size", "vocab_size"):
+        of_target, own = getattr(target.config, name), sizes.get(name)
+        if of_target != own:
+            reason = "the drafter was trained for a different target"
+            yield Finding(name, reason, str(of_target), str(own), refuse(reason, *consumers))
 
 
 @dataclass(frozen=True)

@@ -96,12 +96,15 @@ def heads_source(heads: HeadModule, dtype: torch.dtype) -> Source:
     return Source(make_drafts, depth, draws=False, proposed=getattr(heads, "proposed", None), needs_previous_state=True)
 
 
-def eagle_source(heads: EagleHeads, target: LanguageModel) -> Source:
-    """Return a `Source` that drafts with EAGLE-3 heads. The target must return auxiliary states for them."""
+def eagle_source(heads: EagleHeads, target: LanguageModel, previous_token: bool = False) -> Source:
+    """Return a `Source` that drafts with EAGLE-3 heads. The target must return auxiliary states for them.
+
+    With `previous_token`, the heads' input at each position is the preceding token.
+    """
 
     def run_heads(passage: Passage) -> Tensor:
         aux_1TG, _, ids_1T = target_states(target, passage)
-        return chains(heads, aux_1TG, ids_1T, len(passage.text))
+        return chains(heads, aux_1TG, ids_1T, len(passage.text), previous_token)
 
     def make_drafts(passages: Sequence[Passage], states: TextStates) -> Drafts:
         states_XKD = torch.cat([run_heads(passage) for passage in passages if passage.text])

@@ -18,6 +18,9 @@ from .agreement import Scores
 _LEVEL = 0.99  # confidence level of loss intervals, high because several are tested
 _MIN_LOSS = 0.02  # minimum loss of acceptance for which a cause is reported
 _EXACT, _ROUNDED = 0.01, 0.02  # tolerance of reproduced training metrics, in float32 and in 16 bits
+_MIN_SECOND_STEP = 0.5
+"""Minimum agreement of the second step relative to the first. It is 0.90 for heads that were trained on their own
+states, and 0.18 for heads that were trained for a single step."""
 CAUSES = {
     "export": (
         "the saved weights do not reproduce the metrics of the weights in memory on the held-out blocks",
@@ -28,8 +31,8 @@ CAUSES = {
         "decode with the target that it was trained for, or train it for this one (`target` in its recipe)",
     ),
     "inputs": (
-        "the heads agree more with the target when their inputs differ from the config",
-        "change the config to the inputs used in training if it can describe them, or train the heads again",
+        "the heads agree more with the target when they read the previous token, as after training on unshifted tokens",
+        "train the heads again with the token that follows each hidden state as their input",
     ),
     "steps": (
         "the heads agree with the target in the first step, which reads the target's states, but much less later",
@@ -173,6 +176,19 @@ def stage_findings(
         if certain and gap["after"] != "files":
             cause = "drafting" if gap["after"] == "decoding" else "template" if other_template else "text"
             findings.append(make_finding(cause, gap["lost"], interval))
+    return findings
+
+
+def eagle_findings(own: Stage, unshifted: Stage) -> list[Finding]:
+    """Return findings if EAGLE-3 heads agree more with unshifted tokens, or hardly after their first step."""
+    (gap,), findings = gaps([unshifted, own]), list[Finding]()
+    if gap["interval"] and gap["lost"] >= _MIN_LOSS and gap["interval"][0] > 0:
+        numbers = f": {unshifted.value:.3f} instead of {own.value:.3f}"
+        findings.append(make_finding("inputs", gap["lost"], gap["interval"], numbers))
+    first, second = [*own.by_depth, None, None][:2]
+    if gap["interval"] and first and second is not None and second < _MIN_SECOND_STEP * first:
+        numbers = f": {first:.3f} in the first, {second:.3f} in the second"
+        findings.append(make_finding("steps", first - second, None, numbers))
     return findings
 
 

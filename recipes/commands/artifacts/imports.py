@@ -13,13 +13,13 @@ from ....checkpoints.artifact.artifact import check_new, save_artifact
 from ....checkpoints.artifact.compat import patch_model, patch_tokenizer
 from ....checkpoints.artifact.locate import fetch, find_folder
 from ....checkpoints.artifact.model_ref import resolve_model, target_record, tokenizer_fingerprint
-from ....checkpoints.heads.dflash import save_dflash
+from ....checkpoints.heads.auxiliary import AuxiliaryHeads
+from ....checkpoints.heads.dflash import DFlashHeads, save_dflash
+from ....checkpoints.heads.dspark import DSparkHeads
 from ....checkpoints.heads.eagle import save_eagle
 from ....checkpoints.heads.files import save_heads
 from ....checkpoints.heads.layouts import StoredHeads, holds_heads, read_heads, shards_of_heads
-from ....checkpoints.heads.published import MASK_EMBEDDING, is_published_dflash, is_published_eagle
-from ....checkpoints.heads.published import read_published as read_eagle
-from ....checkpoints.heads.published import read_published_dflash as read_dflash
+from ....checkpoints.heads.published import MASK_EMBEDDING, published_kind, read_auxiliary
 from ....checkpoints.hub.push_pull import pull
 from ....checkpoints.pairs.checks import check_pair
 from ....checkpoints.pairs.sides import WEIGHTS, read_model_info
@@ -84,8 +84,7 @@ def import_published(
         manifest, commit = pull(source, out)
         log(f"import: wrote {out}: the {manifest.role} of {source} at {commit}, {len(manifest.files)} verified files")
         return
-    is_auxiliary = is_published_eagle(folder) or is_published_dflash(folder)
-    is_model = _may_be_model(folder) and not is_auxiliary and not holds_heads(folder)
+    is_model = _may_be_model(folder) and not published_kind(folder) and not holds_heads(folder)
     if is_model:
         folder = find_folder(source, [*_FETCHED, *([_PICKLED] if unpickle else [])])
         is_model = not holds_heads(folder)
@@ -191,7 +190,7 @@ def import_heads(
     """
     check_new(out)
     folder = find_folder(source, [CONFIG_FILE])
-    if is_published_eagle(folder) or is_published_dflash(folder):
+    if published_kind(folder):
         _import_auxiliary(source, folder, out, target, states, unpickle=unpickle)
         return
     stored = read_heads(_heads_folder(source, unpickle), unpickle=unpickle, states=states)
@@ -224,36 +223,43 @@ def import_heads(
 def _import_auxiliary(
     source: str, folder: Path, out: Path, target: str | None, states: str | None, *, unpickle: bool
 ) -> None:
-    """Convert EAGLE-3 heads or a DFlash drafter to an artifact, also from the format of the `speculators` library."""
-    is_block = is_published_dflash(folder)
-    what = "the DFlash drafter" if is_block else "the EAGLE-3 heads"
+    """Convert EAGLE-3 heads, a DFlash or a DSpark drafter to an artifact, the former two also from `speculators`."""
+    names = {"dflash": "the DFlash drafter", "dspark": "the DSpark drafter", "eagle3": "the EAGLE-3 heads"}
+    what = names[published_kind(folder) or ""]
     if target is None:
         raise ValueError(f"the target of {what} in {source} is missing: pass --target")
     if states is not None:
         raise ValueError(f"--states applies only to Medusa heads, but {source} has {what[4:]}: remove the option")
-    names = [CONFIG_FILE, WHOLE_FILES[0], MASK_EMBEDDING, *([PICKLED_WHOLE_FILES[0]] if unpickle else [])]
+    files = [CONFIG_FILE, WHOLE_FILES[0], MASK_EMBEDDING, *([PICKLED_WHOLE_FILES[0]] if unpickle else [])]
     config = load_config(target).get_text_config(decoder=True)
     embedding_VD = read_tensor(target, "model.embed_tokens.weight")
-    read: Callable[..., Any] = read_dflash if is_block else read_eagle
-    heads = read(find_folder(source, names), config, embedding_VD, unpickle=unpickle)
+    heads = read_auxiliary(find_folder(source, files), config, embedding_VD, unpickle=unpickle)
+    save_auxiliary(heads, out, target, {"imported_from": source})
+    log(f"heads: wrote {out} for layers {', '.join(map(str, heads.layers))}; check them with `draftsmith doctor`")
+
+
+def save_auxiliary(heads: AuxiliaryHeads, out: Path, target: str, training: dict[str, Any]) -> None:
+    """Write EAGLE-3 heads, a DFlash or a DSpark drafter as an artifact; `training` describes their origin."""
     shapes = {name: getattr(heads, name) for name in ("hidden_size", "vocab_size", "projection_kind", "states")}
-    shapes["architecture"] = "dflash" if is_block else "eagle3"
-    if is_block:
-        shapes |= {"num_heads": heads.num_heads, **heads.facts}
+    shapes["architecture"] = "eagle3"
+    write: Callable[[Path], None] = partial(save_eagle, heads)  # type: ignore[arg-type]
+    if isinstance(heads, DFlashHeads):
+        kind = "dspark" if isinstance(heads, DSparkHeads) else "dflash"
+        shapes |= {"architecture": kind, "num_heads": heads.num_heads, **heads.facts}
+        write = partial(save_dflash, heads)
     if heads.proposed is not None:
         shapes["proposed_tokens"] = len(heads.proposed)
     save_artifact(
         out,
         kind="heads",
-        write=partial(save_dflash if is_block else save_eagle, heads),
+        write=write,
         vocab_size=heads.vocab_size,
         tokenizer_fingerprint=tokenizer_fingerprint(load_tokenizer(target)),
         target=_record_target(target),
         shapes=shapes,
-        training={"imported_from": source},
+        training=training,
         command=typed_command(),
     )
-    log(f"heads: wrote {out} for layers {', '.join(map(str, heads.layers))}; check them with `draftsmith doctor`")
 
 
 def _record_target(target: str) -> dict[str, str | None]:

@@ -14,8 +14,10 @@ def doctor(
         str | None,
         typer.Argument(metavar="[TARGET_OR_ARTIFACT]", help="Directory or hub id; if omitted, the machine is checked."),
     ] = None,
-    draft: Annotated[str | None, typer.Argument(help="Drafter, heads or table for the target.")] = None,
-    fix: Annotated[Path | None, typer.Option(help="Write a repaired drafter to this new directory.")] = None,
+    draft: Annotated[
+        str | None, typer.Argument(help="Drafter, heads or table for the target; the target itself for MTP layers.")
+    ] = None,
+    fix: Annotated[Path | None, typer.Option(help="Write a repaired drafter or heads to this new directory.")] = None,
     prompts: Annotated[
         str | None, typer.Option(help="Prompts on which to measure acceptance: prompt set, file or hub id.")
     ] = None,
@@ -34,10 +36,11 @@ def doctor(
     """Check this machine, an artifact or a target/drafter pair.
 
     Examples: `doctor`, `doctor runs/drafter`, `doctor Qwen/Qwen3-8B Qwen/Qwen3-0.6B`. For a pair, the exit code is 0 if
-    no fault is found and the pair works in draftsmith and transformers (EAGLE-3 heads: in every listed engine). With
-    --fix, the repaired drafter is checked. With --prompts, acceptance is measured, and the report shows where and on
-    which tokens it is lower than in training. With --results, the report explains why a server accepts fewer tokens per
-    step than draftsmith.
+    no fault is found and the pair works in draftsmith and transformers (heads and block drafters: in every listed
+    engine). With --prompts, acceptance is measured: for draft models, Medusa and EAGLE-3 heads in each stage from
+    training to decoding, for block drafters with their config and with variants of it. With --fix, a repaired drafter
+    is written and checked; with --prompts as well, its config is the variant with the longest acceptance. With
+    --results, the report explains why a server accepts fewer tokens per step than draftsmith.
     """
     if target is not None and draft is not None:
         from .pair import check_pair, check_server

@@ -15,7 +15,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from ....checkpoints.heads.eagle import load_eagle
 from ....checkpoints.heads.layouts import is_eagle
 from ....checkpoints.pairs.sides import Finding
 from ....decode.evaluation.diagnose.agreement import (
@@ -27,12 +29,12 @@ from ....decode.evaluation.diagnose.agreement import (
     score,
     table_source,
 )
-from ....decode.evaluation.diagnose.readings import Reading, attach_heads, measure_readings, reading_findings
 from ....decode.evaluation.diagnose.stages import (
     DraftAttempt,
     Stage,
     decoding_stage,
     draft_attempts,
+    eagle_findings,
     gaps,
     scored_stage,
     stage_findings,
@@ -59,7 +61,7 @@ def measure_pair(recipe: EvaluateRecipe) -> tuple[list[Finding], dict[str, Any]]
     Returns:
         Findings, sorted by lost acceptance (highest first), and JSON values: `part`, `source`, `method`, `options`,
         `temperature`, `stages` (`value` is the acceptance rate), `gaps` (with a 99 % `interval` over prompts),
-        `training` metrics, the `readings` of EAGLE-3 heads (see `Reading`), and reasons for `skipped` stages.
+        `training` metrics, and reasons for `skipped` stages.
 
     Raises ValueError if the recipe does not have exactly one drafter, heads or table.
     """
@@ -102,8 +104,12 @@ class _Probe:
         assert parts.drafter is not None
         if not self.is_eagle:
             return drafter_source(parts.drafter)
-        heads = attach_heads(self.folder, self.case.pair.model, self.target, parts.drafter.dtype)
+        heads, model = load_eagle(self.folder), self.case.pair.model
+        weights = (model.get_input_embeddings().weight, model.get_output_embeddings().weight)
+        heads = heads.to(self.target.device, parts.drafter.dtype).attach(*weights)
+        heads.rotary_emb = LlamaRotaryEmbedding(heads.config).to(self.target.device)  # its frequencies stay in float32
         heads.num_heads = self.depth
+        self.unshifted = eagle_source(heads, self.target, previous_token=True)
         return eagle_source(heads, self.target)
 
     def run(self) -> tuple[list[Finding], dict[str, Any]]:
@@ -122,8 +128,9 @@ class _Probe:
             other_template=trained is not None and trained.has_other_template(case.template, case.pair.tokenizer),
             rounds=self.target.dtype != torch.float32 or (trained is not None and trained.is_rounded),
         )
-        read = self._readings(own) if self.is_eagle else []
-        findings += reading_findings(read, self.depth) if read else []
+        if self.is_eagle:
+            unshifted = self._score_stage("own", "unshifted tokens", own, "accepted", self.unshifted)
+            findings += eagle_findings(stages[-2], unshifted)
         measured = {
             "part": self.part,
             "source": self.source_name,
@@ -133,7 +140,6 @@ class _Probe:
             "stages": [stage.as_dict() for stage in stages],
             "gaps": gaps(stages),
             "training": {} if trained is None else trained.metrics,
-            "readings": [reading.as_json() for reading in read],
             "skipped": self.skipped,
         }
         return sorted(findings, key=lambda each: -(each.lost or 0.0)), measured
@@ -162,9 +168,11 @@ class _Probe:
             passages = [each.judge_only(proposed) for each in passages]
         return [record, self._score_stage("files", "the saved artifact on the same held-out blocks", passages, measure)]
 
-    def _score_stage(self, key: str, description: str, passages: Sequence[Passage], measure: str) -> Stage:
+    def _score_stage(
+        self, key: str, description: str, passages: Sequence[Passage], measure: str, source: Source | None = None
+    ) -> Stage:
         with self.signals.bar(f"{self.part}: {key}", "documents" if key == "files" else "prompts") as advance:
-            scores = score(self.target, self.source, passages, self.entry.sampling, advance)
+            scores = score(self.target, source or self.source, passages, self.entry.sampling, advance)
         return scored_stage(key, description, scores, measure)
 
     def _decode(self) -> Stage:
@@ -180,13 +188,3 @@ class _Probe:
                 advance(index + 1, len(case.prompts))
         description = f"decoding: {self.entry.method}, {self.depth} draft tokens per step"
         return decoding_stage(description, attempts, tokens / steps, self.depth if self.by_heads else 0)
-
-    def _readings(self, own: Sequence[Passage]) -> list[Reading]:
-        """Measure the agreement of EAGLE-3 heads with the target for each input convention (see `Reading`).
-
-        Uses the held-out blocks of the training data or, if they are unavailable, the on-policy responses in `own`.
-        """
-        stored = None if self.trained is None else self.trained.passages()
-        texts = stored if isinstance(stored, list) else [passage for passage in own if passage.text]
-        with self.signals.bar(f"{self.part}: measuring input conventions", "documents") as advance:
-            return measure_readings(self.case.pair.model, self.folder, texts, advance)

@@ -5,6 +5,7 @@ The diagnosis of a pair is a JSON object. `--json` prints it, and `--prompts` wr
     {"target", "drafter",
      "findings": [{"severity", "check", "what", …}],              the fields of `Finding`
      "verdicts": {"vllm": {"reader", "outcome", "reasons"}},      null without static checks
+     "variants": [{"change", "acceptance_length", "reason"}],     with --prompts: EAGLE-3 heads, block drafters
      "schema": 5, "kind": "diagnosis", …}                         with --prompts: see `measure_pair`
 """
 
@@ -16,17 +17,18 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
-from ....checkpoints.artifact.artifact import load_manifest
+from ....checkpoints.artifact.artifact import check_new, load_manifest
 from ....checkpoints.artifact.locate import find_folder
-from ....checkpoints.heads.layouts import is_dspark
-from ....checkpoints.heads.published import is_published_dflash, is_published_eagle
+from ....checkpoints.heads.layouts import holds_heads
+from ....checkpoints.heads.published import MASK_EMBEDDING, published_kind
 from ....checkpoints.pairs.checks import examine
 from ....checkpoints.pairs.dflash import examine_dflash
 from ....checkpoints.pairs.eagle import examine_eagle
+from ....checkpoints.pairs.multi_token import examine_medusa, examine_mtp, mtp_layers
 from ....checkpoints.pairs.repair import repair
 from ....checkpoints.pairs.sides import REFUSED, WEIGHTS, WORKS, Diagnosis, read_model_info
 from ....checkpoints.storage.atomic import atomic_text, check_writable
-from ....checkpoints.storage.names import MANIFEST_FILE
+from ....checkpoints.storage.names import HEADS_FILE, MANIFEST_FILE
 from ....data.prompts import load_questions
 from ....data.rendering.render import prompt_renderer
 from ....data.rendering.templates import get_template
@@ -37,9 +39,12 @@ from ...schema.evaluation import EvaluateRecipe
 from ...schema.results import BENCH, EVALUATION, derive_path, load_results
 from ...schema.serving import BenchRecipe
 from ...session.terminal import console, log, write_json
+from ..artifacts.imports import import_heads
 from ..evaluation.recipe import evaluate_recipe
+from .variants import ConfigFit
 
 KIND = "diagnosis"
+_EXAMINERS = {"eagle3": examine_eagle, "dflash": examine_dflash, "dspark": examine_dflash}
 
 
 def check_pair(
@@ -64,41 +69,65 @@ def check_pair(
         as_json: Whether to print the findings as JSON.
 
     Returns:
-        True if no fault was found, and the pair works in draftsmith and transformers (EAGLE-3 heads and DFlash
-        drafters: in every checked engine).
+        True if no fault was found, and the pair works in draftsmith and transformers (heads and block drafters: in
+        every checked engine).
     """
     if out is not None and (out.suffix != ".json" or out.is_dir()):
         raise ValueError(f"--out must be a .json file, got {out}")
     if prompts is not None:
         check_writable(out or Path(), folder=out is None)
+    if fix is not None:
+        check_new(fix)
     with redirect_stdout(sys.stderr):  # standard output is for results only
+        folder, fit = find_folder(drafter, ["*.json"]), None
+        published = published_kind(folder)
+        is_eagle, is_block = published == "eagle3", published in ("dflash", "dspark")
+        if is_eagle and prompts is not None and fix is None:
+            _check_decodes(_check_files(target, drafter), folder)
+        if published and (fix is not None or prompts is not None):
+            fit = _fit_config(target, drafter, prompts, overrides)
         if fix is not None:
-            command = shlex.join(["draftsmith", "doctor", target, drafter, "--fix", str(fix)])
-            sides = (read_model_info(target, load_tokenizer), read_model_info(drafter, load_tokenizer))
-            for line in repair(*sides, fix, command):
+            for line in _write_fixed(target, drafter, fix, fit):
                 log(f"doctor: {fix}: {line}")
-            drafter = str(fix)
-        folder = find_folder(drafter, ["*.json"])
-        if is_dspark(folder):
-            raise ValueError(f"{drafter} contains a DSpark drafter, which doctor does not check: use `evaluate`")
+            drafter, folder = str(fix), fix
         kind = load_manifest(folder).kind if (folder / MANIFEST_FILE).is_file() else "drafter"
-        is_eagle, is_block = is_published_eagle(folder), is_published_dflash(folder)
-        if is_block and prompts is not None:
-            raise ValueError(f"--prompts does not support the DFlash drafter {drafter}: measure it with `evaluate`")
         result: dict[str, Any] = {"target": target, "drafter": drafter, "findings": [], "verdicts": None}
-        if is_eagle or prompts is None or kind not in ("heads", "table"):
-            diagnosis = _check_files(target, drafter)
-            result |= diagnosis.as_json()
-            if is_eagle and prompts is not None:
-                _check_decodes(diagnosis, folder)
-        if prompts is not None:
+        if published or prompts is None or kind not in ("heads", "table"):
+            result |= _check_files(target, drafter).as_json()
+        if fit is not None and fit.variants:
+            result["variants"] = [each.as_json() for each in fit.variants]
+            result["findings"] += [] if fix else [finding.as_json() for finding in fit.findings()]
+        if is_block and prompts is not None and out is not None:
+            atomic_text(out, _to_text(result | {"schema": 5, "kind": KIND}))
+        elif not is_block and prompts is not None:
             changes = {"target": target, "drafter" if is_eagle else kind: drafter, "prompts": prompts}
             _measure(result, evaluate_recipe(None, overrides, changes, "doctor"), out)
     if as_json:
         write_json(_to_text(result))
     else:
         show_diagnosis(result, console())
-    return _is_sound(result, every_engine=is_eagle or is_block)
+    return _is_sound(result, every_engine=is_block or "transformers" not in (result["verdicts"] or {}))
+
+
+def _fit_config(target: str, drafter: str, prompts: str | None, overrides: Sequence[str]) -> ConfigFit:
+    """Correct the config of heads or a block drafter, and measure variants of it if there are prompts."""
+    folder = find_folder(drafter, ["*.json", WEIGHTS, MASK_EMBEDDING])
+    fit = ConfigFit(read_model_info(target, load_tokenizer), folder)
+    if prompts is not None:
+        fit.measure(evaluate_recipe(None, overrides, {"target": target, "prompts": prompts}, "doctor"))
+    return fit
+
+
+def _write_fixed(target: str, drafter: str, out: Path, fit: ConfigFit | None) -> list[str]:
+    """Write a repaired drafter or heads to a new folder, and return descriptions of the changes."""
+    if fit is not None:
+        fit.write(out, drafter)
+        return fit.changes or ["the config is written for all engines; no setting was changed"]
+    if holds_heads(folder := find_folder(drafter, ["*.json", HEADS_FILE])):
+        import_heads(drafter, out, target)
+        return [f"the config of the Medusa heads in {folder} is written from their tensors"]
+    command = shlex.join(["draftsmith", "doctor", target, drafter, "--fix", str(out)])
+    return repair(read_model_info(target, load_tokenizer), read_model_info(drafter, load_tokenizer), out, command)
 
 
 def _measure(result: dict[str, Any], recipe: EvaluateRecipe, out: Path | None) -> None:
@@ -106,7 +135,8 @@ def _measure(result: dict[str, Any], recipe: EvaluateRecipe, out: Path | None) -
     from .measure import measure_pair
 
     findings, about = measure_pair(recipe)
-    result["findings"] += [finding.as_json() for finding in findings]
+    explained = ("inputs", "steps") if any(each["check"] == "config" for each in result["findings"]) else ()
+    result["findings"] += [each.as_json() for each in findings if each.check not in explained]
     result |= {"schema": 5, "kind": KIND} | about
     path = out or derive_path(Path(recipe.out), KIND)
     atomic_text(path, _to_text(result))
@@ -118,12 +148,14 @@ def _to_text(result: dict[str, Any]) -> str:
 
 
 def _check_files(target: str, drafter: str) -> Diagnosis:
-    folder = find_folder(drafter, ["*.json"])
-    for is_known, examine_heads in ((is_published_eagle, examine_eagle), (is_published_dflash, examine_dflash)):
-        if is_known(folder):
-            folder = find_folder(drafter, ["*.json", WEIGHTS])
-            return examine_heads(read_model_info(target, load_tokenizer), drafter, folder)
-    return examine(read_model_info(target, load_tokenizer), read_model_info(drafter, load_tokenizer))
+    info, folder = read_model_info(target, load_tokenizer), find_folder(drafter, ["*.json", HEADS_FILE])
+    if target == drafter and mtp_layers(folder):
+        return examine_mtp(info, drafter, folder)
+    if kind := published_kind(folder):
+        return _EXAMINERS[kind](info, drafter, find_folder(drafter, ["*.json", WEIGHTS, MASK_EMBEDDING]))
+    if holds_heads(folder):
+        return examine_medusa(info, drafter, folder)
+    return examine(info, read_model_info(drafter, load_tokenizer))
 
 
 def _check_decodes(diagnosis: Diagnosis, folder: Path) -> None:

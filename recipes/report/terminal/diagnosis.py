@@ -19,6 +19,11 @@ def show_diagnosis(result: Mapping[str, Any], console: Console) -> None:
     """Print the measured stages, the findings and the verdicts of serving engines for a target/drafter pair."""
     if "stages" in result:
         _show_measured(result, console)
+    if "variants" in result:
+        rows = [
+            [each["change"], each["reason"] or number_cell(each["acceptance_length"], 2)] for each in result["variants"]
+        ]
+        console.print(_table("acceptance length by config", ("config", "acceptance length"), rows))
     show_findings(result["findings"], console)
     if result["verdicts"]:
         table = _wide_table("verdicts", RichColumn(no_wrap=True), RichColumn("verdict", no_wrap=True), "reasons")
@@ -62,12 +67,6 @@ def _show_measured(result: Mapping[str, Any], console: Console) -> None:
         by_head = enumerate(zip_longest(*(stage["by_depth"] for stage in known)), 1)
         rows = [[head, *(number_cell(value, 3) for value in values)] for head, values in by_head]
         console.print(_table("top-1 accuracy by head", ("head", *(_STAGES[each["key"]] for each in known)), rows))
-    if result["readings"]:
-        rows = [
-            [each["reading"], "; ".join(each["names"]), " ".join(f"{share:.3f}" for share in each["agreement_by_step"])]
-            for each in result["readings"]
-        ]
-        console.print(_table("agreement by inputs", ("inputs", "source", "by step"), rows))
 
 
 def _table(title: str, headings: Sequence[str], rows: Sequence[Sequence[Any]]) -> RichTable:

@@ -13,9 +13,9 @@ from draftsmith.checkpoints.heads.eagle import NORMS, EagleHeads, load_eagle, sa
 from draftsmith.checkpoints.heads.published import read_published
 from draftsmith.checkpoints.pairs.eagle import examine_eagle, rotary_base
 from draftsmith.checkpoints.pairs.sides import read_model_info
+from draftsmith.checkpoints.pairs.variants import describe_changes, list_variants
 from draftsmith.checkpoints.verify.inspect import find_faults
 from draftsmith.data.tokenizers import load_tokenizer
-from draftsmith.decode.evaluation.diagnose.readings import Reading, best_reading, list_readings
 from draftsmith.recipes.commands.artifacts.export import FORMATS
 from draftsmith.recipes.commands.artifacts.imports import import_published
 from draftsmith.recipes.commands.diagnosis.pair import check_pair
@@ -243,18 +243,14 @@ def test_unsupported_formats_are_refused(change: Change, message: str, target: P
         read_published(folder, AutoConfig.from_pretrained(target), torch.zeros(7, 7))
 
 
-def test_readings_of_engines_are_listed(target: Path) -> None:
-    """Engines that interpret the config equally share an entry, and the configured interpretation comes first."""
-    from transformers import AutoConfig
-
+def test_variants_of_a_config_are_listed(target: Path) -> None:
+    """Interpretations of engines and common mistakes are listed once, also if the ids are in a nested section."""
     save_eagle(heads_of(target, LAYERS), folder := target.with_name("theirs"))
     edit_heads(folder, lambda config, weights: config.update(eagle_config={TOP: LAYERS}))
-    readings = list_readings(json.loads((folder / "config.json").read_text()), AutoConfig.from_pretrained(target))
-    assert readings[0].names == ["as configured", "vllm", "vllm, runner V1", "llama.cpp"]
-    ways = [(one.layers, one.normed) for one in readings]
-    assert ways[:5] == [(each, False) for each in ((1, 3, 6), (2, 4, 7), (0, 2, 5), (2, 4, 5))] + [((1, 3, 6), True)]
-    assert [(one.rope_theta, one.unshifted) for one in readings[5:]] == [(None, True)]
-    assert "sglang" in readings[1].names
+    config = json.loads((folder / "config.json").read_text())
+    variants = list_variants(config, read_model_info(str(target), load_tokenizer))
+    names = [*(f"{TOP}: {ids}" for ids in ([2, 4, 7], [0, 2, 5], [2, 4, 5])), "norm_before_residual: true"]
+    assert [describe_changes(config, each) for each in variants] == [[name] for name in (*names, "norm_output: true")]
 
 
 @pytest.mark.parametrize(("base", "named"), [(50.0, ["rotary positions"]), (10_000.0, [])])
@@ -265,19 +261,3 @@ def test_other_rotary_bases_are_reported(target: Path, base: float, named: list[
     edit_heads(folder, lambda config, weights: config["rope_parameters"].update(rope_theta=base))
     findings = examine_eagle(read_model_info(str(target), load_tokenizer), str(folder), folder).findings
     assert [each.check for each in findings if each.check == "rotary positions"] == named
-
-
-@pytest.mark.parametrize(
-    ("shares", "texts", "named"),
-    [
-        ((0.2, 0.3), 32, False),
-        ((0.2, 0.6), 32, True),
-        ((0.6, 0.2), 32, False),
-        ((0.2, 0.46), 9, False),  # quantile of Student's t for 8 degrees of freedom at 0.995: 3.36
-        ((0.2, 0.6), 7, False),
-    ],
-)
-def test_only_significantly_better_readings_are_reported(shares: tuple[float, float], texts: int, named: bool) -> None:
-    ways = enumerate(shares)
-    readings = [Reading((number,), False, [], agreement=share, error=0.08, texts=texts) for number, share in ways]
-    assert best_reading(readings) == (readings[1] if named else None)
