@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -123,23 +124,26 @@ def _measure_of(
     section = recipe.measure
     # Leave room for the answer and the draft tokens if the model has only as many positions as a block.
     longest = min(recipe.data.block_tokens, positions - section.new_tokens - _LOOK_AHEAD)
-    source = str(prepared.folder / "heldout.jsonl")
+    sources = {"": str(prepared.folder / "heldout.jsonl"), "general_": section.general}
     template = get_template(recipe.data.template, tokenizer, recipe.data.template_options)
-    loaded = load_prompts(source, template, tokenizer, section.prompts, longest)
-    prompts = [ids for _, ids in loaded]
+    prompts = {
+        group: [ids for _, ids in load_prompts(source, template, tokenizer, section.prompts, longest)]
+        for group, source in sources.items()
+        if source is not None
+    }
     ends = end_ids(tokenizer, template, settings)
     sampling, limits = Sampling(temperature=section.temperature), Limits(section.new_tokens, ends)
 
     def run(module: Any) -> dict[str, float]:
         was_training = module.training
         parts, metrics = parts_of(module.eval()), dict[str, float]()
-        for prefix, name, options in rows:
+        for (prefix, name, options), (group, group_prompts) in product(rows, prompts.items()):
             method = build_method(name, parts, sampling, **options)
             decode = partial(decode_prompt, scorer, method, sampling)
-            texts = (decode(seed, prompt, limits) for seed, prompt in enumerate(prompts))
+            texts = (decode(seed, prompt, limits) for seed, prompt in enumerate(group_prompts))
             counts = total(each.tally for each in texts).metrics()
             for key in ("tokens_per_step", "acceptance_rate"):
-                metrics[f"{prefix}{key}"] = float(counts[key])  # type: ignore[arg-type]
+                metrics[f"{group}{prefix}{key}"] = float(counts[key])  # type: ignore[arg-type]
         module.train(was_training)
         return metrics
 

@@ -3,6 +3,7 @@
 Shape suffixes: V vocabulary size, D hidden size, X positions.
 """
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,22 @@ import torch
 from torch import Tensor, nn
 
 from ...checkpoints.artifact.compat import save_tokenizer
+from ...checkpoints.artifact.locate import find_folder
 from ...checkpoints.artifact.model_ref import resolve_model
 from ...checkpoints.heads.auxiliary import AuxiliaryHeads
 from ...checkpoints.heads.dflash import DFlashHeads, save_dflash
-from ...checkpoints.heads.dspark import DSparkHeads
+from ...checkpoints.heads.dspark import DSparkHeads, load_dspark
 from ...checkpoints.heads.eagle import EagleHeads, save_eagle
 from ...checkpoints.heads.files import PredictionHeads, save_heads
+from ...checkpoints.heads.layouts import is_dspark
 from ...checkpoints.heads.logits import LogitShape
+from ...checkpoints.heads.published import (
+    is_published_dflash,
+    is_published_eagle,
+    read_published,
+    read_published_dflash,
+)
+from ...checkpoints.storage.names import CONFIG_FILE, WHOLE_FILES
 from ...checkpoints.table.table import BigramTable
 from ...data.blocks.packing import PADDING
 from ...train.config import Medusa2
@@ -26,6 +36,7 @@ from ...train.parallel.accelerate import zero_stage
 from ...train.tasks.dflash import DFlashTask, DSparkTask
 from ...train.tasks.heads import EagleTask, HeadsTask
 from ...train.tasks.medusa2 import Medusa2Task
+from ..schema.data import Section
 from ..schema.training import HeadsRecipe, ModelSection
 from .acceptance import heads_measure
 from .artifact import Run
@@ -36,6 +47,7 @@ from .teacher import open_hidden
 
 BASE = "base"
 """Subdirectory of the artifact for a target that is trained jointly with its heads."""
+_ARCHITECTURES = {EagleHeads: "eagle3", DFlashHeads: "dflash", DSparkHeads: "dspark"}
 _FIT_BLOCKS = 8  # of the training data, for the scale of the Markov head's start
 
 
@@ -128,6 +140,8 @@ def _make_task(recipe: HeadsRecipe, tokenizer: Any, prepared: Prepared, target: 
     task.settings["heads"] = [recipe.num_heads, recipe.num_layers, recipe.projection, recipe.rank, heads.states]
     if recipe.norms:
         task.settings["norms"] = [*heads.norms]
+    if recipe.start is not None:
+        task.settings["start"] = recipe.start
     if recipe.drafts_blocks:
         task.settings["mask_token"] = heads.mask
     if recipe.vocabulary is not None:
@@ -170,6 +184,9 @@ def _new_auxiliary(recipe: HeadsRecipe, target: Any, prepared: Prepared) -> Auxi
     weight_VD, proposed = target.get_output_embeddings().weight.detach(), None
     if recipe.vocabulary is not None and recipe.vocabulary.tokens is not None:
         proposed = frequent_tokens(recipe.vocabulary.tokens, len(weight_VD), prepared, "heads")
+    if recipe.start is not None:
+        heads = load_start(recipe, target.config).to(target.device, torch.float32)
+        return heads.attach(target.get_input_embeddings().weight, weight_VD).train().requires_grad_(True)
     torch.manual_seed(recipe.train.seed)
     mask = 0
     if recipe.drafts_blocks:
@@ -177,6 +194,41 @@ def _new_auxiliary(recipe: HeadsRecipe, target: Any, prepared: Prepared) -> Auxi
     heads = build_auxiliary(recipe, target.config, mask, proposed)
     heads = heads.to(target.device).attach(target.get_input_embeddings().weight, weight_VD)
     return heads.begin_as(target)
+
+
+def load_start(recipe: HeadsRecipe, config: Any) -> EagleHeads | DFlashHeads:
+    """Load the heads or the block drafter that training starts from.
+
+    Raises ValueError if a size in the recipe differs from that of the loaded weights.
+    """
+    folder, config = find_folder(str(recipe.start), [CONFIG_FILE, WHOLE_FILES[0]]), config.get_text_config(decoder=True)
+    heads: EagleHeads | DFlashHeads
+    if is_dspark(folder):
+        heads = load_dspark(folder)
+    elif is_published_dflash(folder):
+        heads = read_published_dflash(folder, config)
+    elif is_published_eagle(folder):
+        heads = read_published(folder, config)
+    else:
+        raise ValueError(
+            f"`start`: {folder / CONFIG_FILE} is not that of EAGLE-3 heads, or of a DFlash or DSpark drafter"
+        )
+    found: dict[str, Any] = {"architecture": _ARCHITECTURES[type(heads)], "layers": [*heads.layers]}
+    found["vocabulary"] = None if heads.proposed is None else {"tokens": len(heads.proposed)}
+    if isinstance(heads, EagleHeads):
+        found["norms"], heads.num_heads = [*heads.norms], recipe.num_heads
+    else:
+        found |= {"num_heads": heads.num_heads, "num_layers": len(heads.layer_stack), "mask_token": heads.mask}
+    if isinstance(heads, DSparkHeads):
+        found["dspark.markov_rank"], found["dspark.sample_from_anchor"] = heads.rank, heads.first_slot == 0
+    for name, value in found.items():
+        section, _, key = name.rpartition(".")
+        given = getattr(getattr(recipe, section) if section else recipe, key)
+        given = given.model_dump() if isinstance(given, Section) else given
+        if given != value and not (given is None and name in ("layers", "mask_token")):
+            remedy = f"set {name}={json.dumps(value)}"
+            raise ValueError(f"`{name}` is {json.dumps(given)}, but {recipe.start} has {json.dumps(value)}: {remedy}")
+    return heads
 
 
 def build_auxiliary(

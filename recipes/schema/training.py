@@ -166,6 +166,9 @@ class MeasureSection(Section):
     """Number of held-out prompts to decode; 0 decodes none. With fewer than 8, the last weights are kept."""
     new_tokens: int = Field(48, ge=1)
     """Number of new tokens per prompt."""
+    general: str | None = None
+    """File, hub id or name of a second prompt set, such as mt-bench. It shows what a draft forgets that is adapted to
+    other data: its metrics start with `general_`, and do not select weights."""
     temperature: float = Field(0.0, ge=0)
     """Sampling temperature; 0 decodes greedily."""
     gamma: int = Field(4, ge=1)
@@ -290,9 +293,9 @@ class DSparkSection(Section):
 DSPARK_OBJECTIVE = {"cross-entropy": 0.1, "total-variation": 1.8}
 """Default objective of `architecture: dspark`, as in SpecForge: 0.1 · cross-entropy + 0.9 · Σ |p − q|."""
 _MEDUSA = ("base", "num_layers", "projection", "rank", "states")
-_EAGLE3 = ("layers", "norms")
-_DFLASH = ("layers", "num_layers", "anchors", "mask_token", "slot_weights")
-_DSPARK = ("layers", "num_layers", "anchors", "mask_token", "dspark")
+_EAGLE3 = ("layers", "norms", "start")
+_DFLASH = ("layers", "num_layers", "anchors", "mask_token", "slot_weights", "start")
+_DSPARK = ("layers", "num_layers", "anchors", "mask_token", "dspark", "start")
 
 
 class HeadsRecipe(_Recipe):
@@ -304,6 +307,9 @@ class HeadsRecipe(_Recipe):
     that draft a block of tokens with one forward. `dspark`: `dflash` with a Markov head and a confidence head. Options
     of `dflash` also apply to `dspark`. `projection`, `rank` and `states` apply to `medusa` only."""
     dspark: DSparkSection = DSparkSection()
+    start: str | None = None
+    """Directory or hub id of trained `eagle3` heads, or of a `dflash` or `dspark` drafter, whose weights are trained
+    further: an artifact, or a published draft in a layout that `import` reads. The recipe must state its sizes."""
     layers: list[int] | None = None
     """Layers of the target whose inputs `eagle3` and `dflash` use, counted from 0 (default for `eagle3`: layer 2, the
     middle layer and the third from the end; for `dflash`: up to five evenly spaced layers)."""
@@ -370,6 +376,8 @@ class HeadsRecipe(_Recipe):
                 raise ValueError(f"`{name}` does not apply to `architecture: {self.architecture}`: remove it")
         if {"fc_norm", "norm_before_fc"} <= set(self.norms):
             raise ValueError("`norms` cannot contain both `fc_norm` and `norm_before_fc`: remove one of them")
+        if self.start is not None and self.dspark.markov_start is not None:
+            raise ValueError("`start` already has a Markov head: remove `dspark.markov_start`")
         if self.drafts_blocks and self.num_layers == 0:
             raise ValueError(f"`num_layers` must be at least 1 with `architecture: {self.architecture}`, got 0")
         if self.slot_weights == "d-pace" and set(self.objective) != {"cross-entropy"}:

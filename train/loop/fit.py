@@ -339,6 +339,7 @@ class _Run:
             first_loss=losses[0] if losses else math.nan,
             last_loss=sum(tail) / len(tail) if tail else math.nan,
             metrics=self.state.evaluations.get(step, {}),
+            first_metrics=self.state.evaluations.get(0, {}),
             kept_step=step,
             tokens=position.tokens,
             seconds=position.seconds,

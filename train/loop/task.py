@@ -62,6 +62,8 @@ class FitResult:
     """Mean loss over the last tenth of the logged steps."""
     metrics: dict[str, float]
     """Evaluation metrics of the kept weights."""
+    first_metrics: dict[str, float]
+    """Evaluation metrics of the initial weights; empty if they were not evaluated."""
     kept_step: int
     """Step of the kept weights: the last step, unless `keep_best` selected an earlier one."""
     tokens: int
