@@ -16,17 +16,11 @@ from ...checkpoints.artifact.locate import find_folder
 from ...checkpoints.artifact.model_ref import resolve_model
 from ...checkpoints.heads.auxiliary import AuxiliaryHeads
 from ...checkpoints.heads.dflash import DFlashHeads, save_dflash
-from ...checkpoints.heads.dspark import DSparkHeads, load_dspark
+from ...checkpoints.heads.dspark import DSparkHeads
 from ...checkpoints.heads.eagle import EagleHeads, save_eagle
 from ...checkpoints.heads.files import PredictionHeads, save_heads
-from ...checkpoints.heads.layouts import is_dspark
 from ...checkpoints.heads.logits import LogitShape
-from ...checkpoints.heads.published import (
-    is_published_dflash,
-    is_published_eagle,
-    read_published,
-    read_published_dflash,
-)
+from ...checkpoints.heads.published import published_kind, read_auxiliary
 from ...checkpoints.storage.names import CONFIG_FILE, WHOLE_FILES
 from ...checkpoints.table.table import BigramTable
 from ...data.blocks.packing import PADDING
@@ -47,7 +41,6 @@ from .teacher import open_hidden
 
 BASE = "base"
 """Subdirectory of the artifact for a target that is trained jointly with its heads."""
-_ARCHITECTURES = {EagleHeads: "eagle3", DFlashHeads: "dflash", DSparkHeads: "dspark"}
 _FIT_BLOCKS = 8  # of the training data, for the scale of the Markov head's start
 
 
@@ -185,7 +178,7 @@ def _new_auxiliary(recipe: HeadsRecipe, target: Any, prepared: Prepared) -> Auxi
     if recipe.vocabulary is not None and recipe.vocabulary.tokens is not None:
         proposed = frequent_tokens(recipe.vocabulary.tokens, len(weight_VD), prepared, "heads")
     if recipe.start is not None:
-        heads = load_start(recipe, target.config).to(target.device, torch.float32)
+        heads = load_start(recipe, target).to(target.device, torch.float32)
         return heads.attach(target.get_input_embeddings().weight, weight_VD).train().requires_grad_(True)
     torch.manual_seed(recipe.train.seed)
     mask = 0
@@ -196,28 +189,23 @@ def _new_auxiliary(recipe: HeadsRecipe, target: Any, prepared: Prepared) -> Auxi
     return heads.begin_as(target)
 
 
-def load_start(recipe: HeadsRecipe, config: Any) -> EagleHeads | DFlashHeads:
+def load_start(recipe: HeadsRecipe, target: Any) -> AuxiliaryHeads:
     """Load the heads or the block drafter that training starts from.
 
-    Raises ValueError if a size in the recipe differs from that of the loaded weights.
+    Raises ValueError if they do not fit the target, or a size in the recipe differs from that of the loaded weights.
     """
-    folder, config = find_folder(str(recipe.start), [CONFIG_FILE, WHOLE_FILES[0]]), config.get_text_config(decoder=True)
-    heads: EagleHeads | DFlashHeads
-    if is_dspark(folder):
-        heads = load_dspark(folder)
-    elif is_published_dflash(folder):
-        heads = read_published_dflash(folder, config)
-    elif is_published_eagle(folder):
-        heads = read_published(folder, config)
-    else:
+    folder = find_folder(str(recipe.start), [CONFIG_FILE, WHOLE_FILES[0]])
+    if (kind := published_kind(folder)) is None:
         raise ValueError(
             f"`start`: {folder / CONFIG_FILE} is not that of EAGLE-3 heads, or of a DFlash or DSpark drafter"
         )
-    found: dict[str, Any] = {"architecture": _ARCHITECTURES[type(heads)], "layers": [*heads.layers]}
+    embedding_VD = target.get_input_embeddings().weight.detach()
+    heads = read_auxiliary(folder, target.config.get_text_config(decoder=True), embedding_VD)
+    found: dict[str, Any] = {"architecture": kind, "layers": [*heads.layers]}
     found["vocabulary"] = None if heads.proposed is None else {"tokens": len(heads.proposed)}
     if isinstance(heads, EagleHeads):
         found["norms"], heads.num_heads = [*heads.norms], recipe.num_heads
-    else:
+    if isinstance(heads, DFlashHeads):
         found |= {"num_heads": heads.num_heads, "num_layers": len(heads.layer_stack), "mask_token": heads.mask}
     if isinstance(heads, DSparkHeads):
         found["dspark.markov_rank"], found["dspark.sample_from_anchor"] = heads.rank, heads.first_slot == 0
