@@ -115,12 +115,8 @@ class Run:
         )
         shutil.rmtree(state_folder(self.out) / "checkpoints", ignore_errors=True)
         log(f"{role_of(self.recipe)}: wrote {self.out}")
-        names = (
-            {f"{group}tokens_per_step" for group in ("", "general_")}
-            & result.first_metrics.keys()
-            & result.metrics.keys()
-        )
-        for name in sorted(names, key=len):
+        known = result.first_metrics.keys() & result.metrics.keys()
+        for name in sorted(known & {"tokens_per_step", "general_tokens_per_step"}, key=len):
             before, after = result.first_metrics[name], result.metrics[name]
             log(f"{role_of(self.recipe)}: {name} {before:.2f} before training, {after:.2f} after it")
 
