@@ -53,7 +53,11 @@ ENTRIES: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "suffix table": ("suffix", STORED, ("table",)),
     "suffix heads": ("suffix", {"fallback": "heads", **STORED}, ("table", "heads")),
     **{
-        f"suffix {name.replace('_', ' ')}": ("suffix", {"fallback": "drafter", **STORED}, ("table", name))
+        f"suffix {name.replace('_', ' ')}": (
+            "suffix",
+            {"fallback": "drafter", "max_nodes": 5, **STORED},
+            ("table", name),
+        )
         for name in DRAFTERS
     },
     **{
@@ -61,7 +65,7 @@ ENTRIES: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
         for name, lengths in LENGTHS.items()
         for gamma in lengths
     },
-    "eagle tree": ("dynamic-tree", {"max_nodes": 8, "max_depth": 4}, ("eagle",)),
+    "eagle tree": ("dynamic-tree", {"max_nodes": 5, "max_depth": 3}, ("eagle",)),
     "block tree": ("dynamic-tree", {"max_nodes": 15, "max_depth": 6}, ("block",)),
     "medusa": ("medusa", {"tree": "2x1"}, ("heads",)),
     "slim": ("slim-s", {"num_sequences": 4}, ("heads", "table")),

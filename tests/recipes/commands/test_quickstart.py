@@ -75,7 +75,7 @@ def test_coder_with_gguf_files(kills: int, package: Path, launcher: Any, stop: A
         stop(out / "answers.jsonl", 3, signal.SIGKILL, *words)
         _, errors = stop(out / "eagle" / MANIFEST_FILE, 0, signal.SIGKILL, *words)
         assert "corpus: reusing" in errors
-        assert not (out / "table").exists()
+        assert not (out / "heads").exists()
         stop(out / "results.json.state" / "runs.jsonl", 3, signal.SIGKILL, *words)
     code, errors = launcher.run(*words)
     assert code == 0, errors
