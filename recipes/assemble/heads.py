@@ -201,21 +201,21 @@ def load_start(recipe: HeadsRecipe, target: Any) -> AuxiliaryHeads:
         )
     embedding_VD = target.get_input_embeddings().weight.detach()
     heads = read_auxiliary(folder, target.config.get_text_config(decoder=True), embedding_VD)
-    found: dict[str, Any] = {"architecture": kind, "layers": [*heads.layers]}
-    found["vocabulary"] = None if heads.proposed is None else {"tokens": len(heads.proposed)}
+    sizes: dict[str, Any] = {"architecture": kind, "layers": [*heads.layers]}
+    sizes["vocabulary"] = None if heads.proposed is None else {"tokens": len(heads.proposed)}
     if isinstance(heads, EagleHeads):
-        found["norms"], heads.num_heads = [*heads.norms], recipe.num_heads
+        sizes["norms"], heads.num_heads = [*heads.norms], recipe.num_heads
     if isinstance(heads, DFlashHeads):
-        found |= {"num_heads": heads.num_heads, "num_layers": len(heads.layer_stack), "mask_token": heads.mask}
+        sizes |= {"num_heads": heads.num_heads, "num_layers": len(heads.layer_stack), "mask_token": heads.mask}
     if isinstance(heads, DSparkHeads):
-        found["dspark.markov_rank"], found["dspark.sample_from_anchor"] = heads.rank, heads.first_slot == 0
-    for name, value in found.items():
+        sizes["dspark.markov_rank"], sizes["dspark.sample_from_anchor"] = heads.rank, heads.first_slot == 0
+    for name, value in sizes.items():
         section, _, key = name.rpartition(".")
-        given = getattr(getattr(recipe, section) if section else recipe, key)
-        given = given.model_dump() if isinstance(given, Section) else given
-        if given != value and not (given is None and name in ("layers", "mask_token")):
+        wanted = getattr(getattr(recipe, section) if section else recipe, key)
+        wanted = wanted.model_dump() if isinstance(wanted, Section) else wanted
+        if wanted != value and not (wanted is None and name in ("layers", "mask_token")):
             remedy = f"set {name}={json.dumps(value)}"
-            raise ValueError(f"`{name}` is {json.dumps(given)}, but {recipe.start} has {json.dumps(value)}: {remedy}")
+            raise ValueError(f"`{name}` is {json.dumps(wanted)}, but {recipe.start} has {json.dumps(value)}: {remedy}")
     return heads
 
 
