@@ -211,11 +211,11 @@ def load_start(recipe: HeadsRecipe, target: Any) -> AuxiliaryHeads:
         sizes["dspark.markov_rank"], sizes["dspark.sample_from_anchor"] = heads.rank, heads.first_slot == 0
     for name, value in sizes.items():
         section, _, key = name.rpartition(".")
-        wanted = getattr(getattr(recipe, section) if section else recipe, key)
-        wanted = wanted.model_dump() if isinstance(wanted, Section) else wanted
-        if wanted != value and not (wanted is None and name in ("layers", "mask_token")):
+        setting = getattr(getattr(recipe, section) if section else recipe, key)
+        setting = setting.model_dump() if isinstance(setting, Section) else setting
+        if setting != value and not (setting is None and name in ("layers", "mask_token")):
             remedy = f"set {name}={json.dumps(value)}"
-            raise ValueError(f"`{name}` is {json.dumps(wanted)}, but {recipe.start} has {json.dumps(value)}: {remedy}")
+            raise ValueError(f"`{name}` is {json.dumps(setting)}, but {recipe.start} has {json.dumps(value)}: {remedy}")
     return heads
 
 
