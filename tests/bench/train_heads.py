@@ -5,16 +5,16 @@
 
 Four heads, 2 x 2,048 tokens, a vocabulary of 32,000, float32 and random numbers. `naive` computes logits [B, T, K, V],
 `F.cross_entropy` for each head (`F.kl_div` with soft targets: forward KL to the target's distributions) and autograd.
-Memory is the peak of forward and backward pass beyond inputs and parameter gradients. Each implementation runs in a
-separate process that has run products of this size before, since libraries keep memory per thread. `loss_memory_ratio`
-divides the memory of `fused` by that of the naive logits, and `..._to_naive` by the memory of `naive`;
-`..._without_features_gradient` excludes that gradient. Runs of both implementations and of the matrix products only are
-interleaved. `time_ratio` is the median of fused / naive; `products_ratio` is that of products / naive, a lower bound
+Memory is the peak of forward and backward pass beyond inputs and parameter gradients, in a separate process that has
+run products of this size before, since libraries keep memory per thread, and that does not reuse freed buffers.
+`loss_memory_ratio` divides the memory of `fused` by that of the naive logits, and `..._to_naive` by the memory of
+`naive`; `..._without_features_gradient` excludes that gradient. Runs of both and of the matrix products only are
+interleaved. `time_ratio` is the median of fused / naive, and `products_ratio` that of products / naive, a lower bound
 for exact methods. Keys of the larger shapes end in their hidden size.
 
 `--gpu-shape`: a Llama of the 7B shape with random weights in bfloat16 and four heads of one block in float32, trained
-on 2 x 2,048 tokens per step under autocast with AdamW. The results are tokens/s, peak memory, and the target's share of
-a step. The last line of the output is one JSON object.
+on 2 x 2,048 tokens per step with AdamW: tokens/s, peak memory, and the target's share of a step. The last line of the
+output is one JSON object.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ SHAPES = {  # hidden, MLP, layers, heads, vocabulary
     "7b": (4096, 11008, 32, 32, VOCAB),
     "tiny": (64, 128, 2, 4, 320),
 }
+NO_REUSE = {"MALLOC_MMAP_THRESHOLD_": "65536"}
 WEIGHTS = {"hard": {"cross-entropy": 1.0}, "soft": {"forward-kl": 1.0}}
 
 
@@ -113,8 +114,7 @@ def naive(inputs: Inputs, kind: str) -> float:
 def products(inputs: Inputs, kind: str, chunk: int = 512) -> None:
     """Run only the matrix products of the loss and its gradients, into preallocated memory."""
     features_XD = inputs.features_XKD[:, 0].detach().contiguous()
-    hidden = features_XD.shape[1]
-    grad_VD = torch.zeros(VOCAB, hidden)
+    grad_VD = torch.zeros(VOCAB, hidden := features_XD.shape[1])
     out_CV, out_CD = torch.empty(chunk, VOCAB), torch.empty(chunk, hidden)
     for head, weight_VD in enumerate(inputs.projections):
         for hidden_CD in features_XD.split(chunk):
@@ -145,7 +145,7 @@ def compare_memory(hidden: int, tokens: int) -> dict[str, Any]:
     print(f"hidden {hidden}: naive logits only {logits / 1e6:.0f} MB; features' gradient {features / 1e6:.0f} MB")
     peaks: dict[str, float] = {}
     for side, kind in (("fused", "hard"), ("naive", "hard"), ("fused", "soft")):
-        run = own_process("train_heads.memory_of", side, kind, hidden, tokens)
+        run = own_process("train_heads.memory_of", side, kind, hidden, tokens, environment=NO_REUSE)
         peaks[f"{side}, {kind}"] = run["bytes"]
         print(f"  {side}, {kind:5} {run['bytes'] / 1e6:8.0f} MB  {run['seconds']:6.2f} s  loss {run['loss']:.5f}")
     return {
@@ -197,8 +197,8 @@ def on_processor(options: argparse.Namespace) -> dict[str, Any]:
         measured = compare_memory(hidden, tokens) | compare_time(hidden, tokens, rounds, warm)
         suffix = "" if hidden == shapes[0] else f"_{hidden}"
         results |= {f"{key}{suffix}": value for key, value in measured.items()}
-        name = f"hidden {hidden}: memory {measured['loss_memory_ratio']:.3f} x the naive logits"
-        print(f"{name}, time {measured['time_ratio']:.2f} x naive (products only {measured['products_ratio']:.2f})")
+        times = f"time {measured['time_ratio']:.2f} x naive (products only {measured['products_ratio']:.2f})"
+        print(f"hidden {hidden}: memory {measured['loss_memory_ratio']:.3f} x the naive logits, {times}")
     return results
 
 
