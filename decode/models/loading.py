@@ -3,6 +3,7 @@
 Shape letters: B batch, T tokens, N tree nodes, R draft vocabulary, V vocabulary.
 """
 
+import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
@@ -31,6 +32,24 @@ from .products.weights import FAMILIES
 from .seq2seq import Seq2SeqModel, check_source_forward
 
 
+@contextmanager
+def _without_reuse() -> Iterator[None]:
+    """Return freed buffers of 1 MB or more to the system at once, so that converted weights use memory only once.
+
+    By default, glibc keeps freed buffers below 32 MB once it has freed a larger one. Its settings after the context are
+    the largest that this adaptation reaches.
+    """
+    set_option = getattr(ctypes.CDLL(None), "mallopt", lambda option, value: None)
+    mapped, trimmed = -3, -1  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
+    set_option(mapped, 1 << 20)
+    try:
+        yield
+    finally:
+        set_option(mapped, 32 << 20)
+        set_option(trimmed, 64 << 20)
+
+
+@_without_reuse()
 def wrap_model(
     model: PreTrainedModel,
     *,
@@ -202,6 +221,7 @@ def _perturbed(model: PreTrainedModel) -> Iterator[None]:
             hook.remove()
 
 
+@_without_reuse()
 def load_model(
     source: str,
     *,

@@ -1,6 +1,9 @@
 """Products of the optimised forward, and its stored weights."""
 
 import itertools
+import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +12,7 @@ import torch
 from draftsmith.decode.models.lean import LeanDecoder
 from draftsmith.decode.models.products import product as products
 from draftsmith.decode.models.products.product import FEW_ROWS, Product
-from transformers import LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -71,3 +74,14 @@ def test_whole_prompts_equal_prompts_in_parts(make_llama: Any, dtype: torch.dtyp
     second_BMD = thin.extend(parts, tokens_BM[:, 40:])
     apart = (whole_BMD - torch.cat((first_BMD, second_BMD), 1)).abs().max()
     assert apart < (1e-5 if dtype == torch.float32 else 0.1) * whole_BMD.abs().max()
+
+
+@pytest.mark.slow
+def test_loading_holds_the_weights_once(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 12, "vocab_size": 8192}
+    LlamaForCausalLM(LlamaConfig(**sizes)).bfloat16().save_pretrained(tmp_path)  # 436 MB
+    command = [sys.executable, "tests/bench/memory.py", str(tmp_path), "--dtypes", "float32", "bfloat16", "int8"]
+    output = subprocess.check_output(command, text=True, cwd=Path(__file__).parents[3])
+    measured = json.loads(output.splitlines()[-1])
+    for dtype in ("float32", "bfloat16", "int8"):  # with a second copy, the peak would be at least 2 times the weights
+        assert measured[dtype]["peak_memory_bytes"] <= 1.5 * measured[dtype]["weights_bytes"], dtype
