@@ -4,8 +4,7 @@ Shape letters: B batch (1 if all rows share the topology), N tree nodes (node 0 
 whose key and value are not cached yet), P nodes of a path to the root, C children of a node, K depth.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 
 import torch
@@ -24,6 +23,8 @@ class Tree:
     """Path from each node to the root, int64: the node, its parent, and so on, padded with the root."""
     max_depth: int
     is_chain: bool = False
+    _copies: dict[torch.device, "Tree"] = field(default_factory=dict, init=False)
+    _biases: dict[tuple[int, int], Tensor] = field(default_factory=dict, init=False)
 
     @property
     def nodes(self) -> int:
@@ -56,14 +57,30 @@ class Tree:
         )
 
     @classmethod
+    @cache
     def chain(cls, gamma: int) -> "Tree":
         """Return a tree that consists of a chain of `gamma` nodes after the root."""
-        return _chain(gamma)
+        if gamma < 0:
+            raise ValueError(f"the length of a chain must be at least 0, got {gamma}")
+        depth_N = torch.arange(gamma + 1)
+        line_NP = (depth_N[:, None] - depth_N).clamp(min=0)
+        return cls((depth_N - 1)[None], depth_N[None], line_NP[None], gamma, is_chain=True)
 
     @classmethod
-    def k_ary(cls, branching: Sequence[int]) -> "Tree":
+    @cache
+    def k_ary(cls, branching: tuple[int, ...]) -> "Tree":
         """Return a tree with `branching[i]` >= 1 children per node at depth i. Nodes are numbered level by level."""
-        return _k_ary(tuple(branching))
+        if any(width < 1 for width in branching):
+            text = "x".join(map(str, branching))
+            raise ValueError(f"each level of a tree needs at least 1 child per node, got {text}")
+        if all(width == 1 for width in branching):
+            return cls.chain(len(branching))
+        parents, level = [-1], [0]
+        for width in branching:
+            children = [parent for parent in level for _ in range(width)]
+            level = list(range(len(parents), len(parents) + len(children)))
+            parents += children
+        return cls.from_parents(torch.tensor([parents]), len(branching))
 
     def to(self, device: torch.device) -> "Tree":
         """Copy this tree to a device, or return the cached copy."""
@@ -76,10 +93,6 @@ class Tree:
             parents_BN, depth_BN, line_BNP = (tensor.to(device, non_blocking=True) for tensor in tensors)
             self._copies[device] = Tree(parents_BN, depth_BN, line_BNP, self.max_depth, self.is_chain)
         return self._copies[device]
-
-    @cached_property
-    def _copies(self) -> "dict[torch.device, Tree]":
-        return {}
 
     @cached_property
     def leaf_paths(self) -> tuple[Tensor, Tensor]:
@@ -131,10 +144,6 @@ class Tree:
         depth_M = self.depth_BN[0, : len(count_M)]
         return [int(count_M[depth_M == depth].max()) for depth in range(self.max_depth)]
 
-    @cached_property
-    def _biases(self) -> dict[tuple[int, int], Tensor]:
-        return {}
-
     def bias(self, start: int, stop: int) -> Tensor:
         """Return the attention bias of nodes start..stop-1, [B, stop - start, stop]: 0 for visible nodes, else -inf."""
         if (start, stop) not in self._biases:
@@ -143,29 +152,6 @@ class Tree:
             hidden_BMN = torch.full(shape, -torch.inf, dtype=torch.float32, device=line_BMP.device)
             self._biases[start, stop] = hidden_BMN.scatter_(2, line_BMP, 0.0)
         return self._biases[start, stop]
-
-
-@cache
-def _chain(gamma: int) -> Tree:
-    if gamma < 0:
-        raise ValueError(f"the length of a chain must be at least 0, got {gamma}")
-    depth_N = torch.arange(gamma + 1)
-    line_NP = (depth_N[:, None] - depth_N).clamp(min=0)
-    return Tree((depth_N - 1)[None], depth_N[None], line_NP[None], gamma, is_chain=True)
-
-
-@cache
-def _k_ary(branching: tuple[int, ...]) -> Tree:
-    if any(width < 1 for width in branching):
-        raise ValueError(f"each level of a tree needs at least 1 child per node, got {'x'.join(map(str, branching))}")
-    if all(width == 1 for width in branching):
-        return _chain(len(branching))
-    parents, level = [-1], [0]
-    for width in branching:
-        children = [parent for parent in level for _ in range(width)]
-        level = list(range(len(parents), len(parents) + len(children)))
-        parents += children
-    return Tree.from_parents(torch.tensor([parents]), len(branching))
 
 
 def parse_branching(text: str) -> tuple[int, ...]:

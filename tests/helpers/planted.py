@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import yaml
-from draftsmith.decode import tree
 from draftsmith.decode.engine import Context
 from draftsmith.decode.proposers.draft_tree import DraftTree
 from draftsmith.decode.rng import Rng
@@ -37,7 +36,7 @@ def edit(function: str, pieces: Sequence[str]) -> Callable[[pytest.MonkeyPatch],
     original = reduce(getattr, name.split("."), importlib.import_module(f"draftsmith.decode.{module}"))
 
     def plant(patch: pytest.MonkeyPatch) -> None:
-        patch.setattr(tree, "_k_ary", cache(tree._k_ary.__wrapped__))  # cached trees store their masks
+        patch.setattr(Tree, "k_ary", classmethod(cache(Tree.k_ary.__wrapped__)))  # cached trees store their masks
         source = textwrap.dedent(inspect.getsource(original))
         for old, new in zip(pieces[::2], pieces[1::2], strict=True):
             assert old in source, f"{function} has no {old!r}"

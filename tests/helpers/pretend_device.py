@@ -51,8 +51,8 @@ from unittest import mock
 
 import draftsmith
 import torch
-from draftsmith.decode import tree
 from draftsmith.decode.models import graphs
+from draftsmith.decode.tree import Tree
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
@@ -157,7 +157,7 @@ class PretendCuda:
 
     def __exit__(self, *_: Any) -> None:
         self._stack.close()
-        for cached in (tree._chain, tree._k_ary):  # these modules cache copies on the device
+        for cached in (Tree.chain, Tree.k_ary):  # these modules cache copies on the device
             cached.cache_clear()
 
     def _stands_in(self) -> dict[str, Any]:
