@@ -1,7 +1,7 @@
 """Base class for language models that score token trees, and a wrapper for any transformers decoder.
 
 Shape letters: B batch, M new tokens, n tree nodes up to the last new node, S cache slots, V vocabulary, D hidden, G
-auxiliary hidden states, H heads, E head width, N tree nodes, L leaves, P nodes of a path.
+auxiliary hidden states, H heads, E head width, N tree nodes, L leaves, P nodes of a path, X = B · L.
 """
 
 from abc import ABC, abstractmethod
@@ -37,68 +37,7 @@ class Translation(Protocol):
         """Convert draft tokens to target ids. `ids` and `own` are the preceding text in target ids and drafter ids."""
 
 
-class AuxiliaryStates:
-    """Mixin for auxiliary hidden states, which a target returns and an EAGLE-3 drafter takes as input."""
-
-    aux_layers: tuple[int, ...] = ()
-    """Layers whose inputs `extend` also returns. They are concatenated before the hidden states, as [B, M, G + D]."""
-    required_aux_layers: tuple[int, ...] | None = None
-    """Target layers whose inputs this drafter requires (see `EagleDrafter`). None if it requires only tokens."""
-
-    max_draft_tokens: int | None = None
-    """Number of tokens that this drafter drafts with one forward (see `DFlashDrafter`). None for one token."""
-
-    def fuse_aux(self, aux_BMG: Tensor) -> Tensor:
-        """Project the target's auxiliary hidden states [B, M, G] to the drafter's input [B, M, D]."""
-        raise AssertionError("this model takes only tokens as input")
-
-    def set_aux_input(self, above_BMD: Tensor) -> None:
-        """Set the hidden states that the next call of `extend` combines with its tokens.
-
-        For each token, pass the state of the preceding position, which `fuse_aux` or the drafter has computed.
-        """
-        raise AssertionError("this model takes only tokens as input")
-
-
-class DraftVocabulary(ABC):
-    """Mixin for models with a draft vocabulary, which contains the tokens that a drafter can propose."""
-
-    vocab_size: int
-
-    @property
-    def draft_vocab_size(self) -> int:
-        """Return the size of the draft vocabulary."""
-        return self.vocab_size
-
-    def draft_logits(self, hidden_XD: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return logits [..., R] over the draft vocabulary, and its token ids [R] (None if it contains all tokens)."""
-        return self.logits(hidden_XD), None
-
-    @abstractmethod
-    def logits(self, hidden_XD: Tensor) -> Tensor:
-        """Project hidden states [..., D] returned by `extend` to logits [..., V]."""
-
-
-class CapturedForwards:
-    """Mixin for models that can replay a whole draft as one CUDA graph. By default, drafting runs eagerly."""
-
-    device: torch.device
-    supports_any_length: bool = False
-    """True if one CUDA graph works for all sequence lengths, because attention stops at each row's last token."""
-
-    def run_captured(
-        self, cache: KVCache, tree: Tree, key: Hashable, run: Callable[..., tuple[Tensor, ...]], *inputs: Tensor
-    ) -> tuple[Tensor, ...]:
-        """Call `run(*inputs)`, which drafts a fixed tree, and return its outputs. `key` identifies the function."""
-        return run(*inputs)
-
-    @property
-    def is_async(self) -> bool:
-        """Return whether reading a tensor's value on the host synchronises with the device."""
-        return self.device.type != "cpu"
-
-
-class LanguageModel(AuxiliaryStates, DraftVocabulary, CapturedForwards):
+class LanguageModel(ABC):
     """Base class for language models that score the nodes of a token tree with a key-value cache."""
 
     vocab_size: int
@@ -122,11 +61,37 @@ class LanguageModel(AuxiliaryStates, DraftVocabulary, CapturedForwards):
     """Attention window of each layer in tokens, including the current token. None for full attention."""
     tree_fault: str | None = None
     """Reason why this model does not support tree attention, or None if it does."""
+    supports_any_length: bool = False
+    """True if one CUDA graph works for all sequence lengths, because attention stops at each row's last token."""
+    aux_layers: tuple[int, ...] = ()
+    """Layers whose inputs `extend` also returns. They are concatenated before the hidden states, as [B, M, G + D]."""
+    required_aux_layers: tuple[int, ...] | None = None
+    """Target layers whose inputs this drafter requires (see `EagleDrafter`). None if it requires only tokens."""
+    max_draft_tokens: int | None = None
+    """Number of tokens that this drafter drafts with one forward (see `DFlashDrafter`). None for one token."""
 
     @property
     def weights_dtype(self) -> torch.dtype:
         """Return the dtype of the weights, which may be narrower than `dtype`, the dtype of the hidden states."""
         return self.dtype
+
+    @property
+    def is_async(self) -> bool:
+        """Return whether reading a tensor's value on the host synchronises with the device."""
+        return self.device.type != "cpu"
+
+    @property
+    def draft_vocab_size(self) -> int:
+        """Return the size of the draft vocabulary, which contains the tokens that a drafter can propose."""
+        return self.vocab_size
+
+    def draft_logits(self, hidden_XD: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return logits [..., R] over the draft vocabulary, and its token ids [R] (None if it contains all tokens)."""
+        return self.logits(hidden_XD), None
+
+    @abstractmethod
+    def logits(self, hidden_XD: Tensor) -> Tensor:
+        """Project hidden states [..., D] returned by `extend` to logits [..., V]."""
 
     def new_cache(self, batch: int, capacity: int) -> KVCache:
         """Return an empty key-value cache for `batch` sequences with at least `capacity` slots per sequence."""
@@ -185,12 +150,32 @@ class LanguageModel(AuxiliaryStates, DraftVocabulary, CapturedForwards):
                 f"{method} requires tree attention, but {self.tree_fault}; use a method that drafts chains: {works}"
             )
 
+    def fuse_aux(self, aux_BMG: Tensor) -> Tensor:
+        """Project the target's auxiliary hidden states [B, M, G] to the drafter's input [B, M, D]."""
+        raise AssertionError("this model takes only tokens as input")
+
+    def set_aux_input(self, above_BMD: Tensor) -> None:
+        """Set the hidden states that the next call of `extend` combines with its tokens.
+
+        For each token, pass the state of the preceding position, which `fuse_aux` or the drafter has computed.
+        """
+        raise AssertionError("this model takes only tokens as input")
+
     def extend_with_aux(
         self, above_BMD: Tensor, cache: KVCache, tokens_BM: Tensor, tree: Tree | None = None, start: int = 0
     ) -> Tensor:
         """Call `set_aux_input(above_BMD)` and then `extend`, for drafters with `required_aux_layers`."""
         self.set_aux_input(above_BMD)
         return self.extend(cache, tokens_BM, tree, start)
+
+    def run_captured(
+        self, cache: KVCache, tree: Tree, key: Hashable, run: Callable[..., tuple[Tensor, ...]], *inputs: Tensor
+    ) -> tuple[Tensor, ...]:
+        """Call `run(*inputs)`, which drafts a fixed tree, and return its outputs.
+
+        A subclass may replay the whole draft as one CUDA graph. `key` identifies the function.
+        """
+        return run(*inputs)
 
     def _mask(self, cache: KVCache, bias_BMn: Tensor | None, start: int, stop: int, end: int) -> Tensor | None:
         """Return the additive attention mask [B or 1, 1, M, end], or None if every new token attends to all slots."""
@@ -219,14 +204,11 @@ class LanguageModel(AuxiliaryStates, DraftVocabulary, CapturedForwards):
         """
         if window is None or end <= window:
             return mask_B1MS
-        slots_S, hidden_BMS = (
-            torch.arange(end, device=self.device),
-            torch.zeros((), dtype=torch.bool, device=self.device),
-        )
+        slots_S = torch.arange(end, device=self.device)
+        hidden_BMS = slots_S <= positions_BM[..., None] - window
         if mask_B1MS is None:
             mask_B1MS = torch.zeros((), dtype=self.dtype, device=self.device)
-            hidden_BMS = slots_S > positions_BM[..., None]
-        hidden_BMS = hidden_BMS | (slots_S <= positions_BM[..., None] - window)
+            hidden_BMS |= slots_S > positions_BM[..., None]
         return torch.where(hidden_BMS[:, None], -torch.inf, mask_B1MS)
 
     @abstractmethod
@@ -281,9 +263,8 @@ class TransformersModel(LanguageModel):
         self._kept_R = kept_tokens(model)
         if self._kept_R is not None:
             self._kept_weight_RD = model.get_output_embeddings().weight.detach()[self._kept_R]
-        self.states, self._norm, self.aux_layers = states, None, tuple(aux_layers)
-        if states == "before-norm":
-            self._norm = final_norm(self._decoder)
+        self.states, self.aux_layers = states, tuple(aux_layers)
+        self._norm = final_norm(self._decoder) if states == "before-norm" else None
         if len({parameter.device for parameter in model.parameters()}) > 1:
             self.layer_devices = self._find_devices()
             if self.device.type == "meta":
@@ -332,12 +313,10 @@ class TransformersModel(LanguageModel):
             hidden_XD = self._norm(hidden_XD)
         head = self.model.get_output_embeddings()
         if self._kept_R is None:
-            logits_XV = head(hidden_XD).to(self.device)
-        else:
-            bias_R = None if head.bias is None else head.bias[self._kept_R]
-            logits_XV = F.linear(hidden_XD, self._kept_weight_RD, bias_R)
-        logits_XV = self._shape(logits_XV)
-        return logits_XV if self._kept_R is None else widen(logits_XV, self._kept_R, self.vocab_size)
+            return self._shape(head(hidden_XD).to(self.device))
+        bias_R = None if head.bias is None else head.bias[self._kept_R]
+        logits_XR = self._shape(F.linear(hidden_XD, self._kept_weight_RD, bias_R))
+        return widen(logits_XR, self._kept_R, self.vocab_size)
 
 
 def extend_by_path(model: LanguageModel, cache: KVCache, tokens_BN: Tensor, tree: Tree) -> Tensor:
@@ -352,9 +331,9 @@ def extend_by_path(model: LanguageModel, cache: KVCache, tokens_BN: Tensor, tree
     leaves, rows = len(path_LP), len(tokens_BN)
     by_leaf = model.new_cache(rows * leaves, cache.capacity)
     end = max(cache.lengths)
-    for layer in range(model.layers):
-        for copies, originals in ((by_leaf.keys, cache.keys), (by_leaf.values, cache.values)):
-            copies[layer][:, :, :end] = originals[layer][:, :, :end].repeat_interleave(leaves, 0)
+    pairs = list(zip(cache.keys + cache.values, by_leaf.keys + by_leaf.values, strict=True))
+    for original_BHSE, copied_XHSE in pairs:
+        copied_XHSE[:, :, :end] = original_BHSE[:, :, :end].repeat_interleave(leaves, 0)
     by_leaf.set_lengths([length for length in cache.lengths for _ in range(leaves)])
     tokens_XP = tokens_BN[:, path_LP].flatten(0, 1)
     hidden_BLPD = model.extend(by_leaf, tokens_XP).unflatten(0, (rows, leaves))
@@ -364,9 +343,8 @@ def extend_by_path(model: LanguageModel, cache: KVCache, tokens_BN: Tensor, tree
     source_BN = by_leaf.lengths_B[row_BN] + depth_N
     target_BN = cache.lengths_B[:, None] + torch.arange(tree.nodes, device=leaf_N.device)
     rows_B1 = torch.arange(rows, device=leaf_N.device)[:, None]
-    for layer in range(model.layers):
-        cache.keys[layer][rows_B1, :, target_BN] = by_leaf.keys[layer][row_BN, :, source_BN]
-        cache.values[layer][rows_B1, :, target_BN] = by_leaf.values[layer][row_BN, :, source_BN]
+    for original_BHSE, copied_XHSE in pairs:
+        original_BHSE[rows_B1, :, target_BN] = copied_XHSE[row_BN, :, source_BN]
     return hidden_BLPD[:, leaf_N, depth_N]
 
 

@@ -284,7 +284,7 @@ class GraphedModel(LanguageModel):
     def run_captured(
         self, cache: KVCache, tree: Tree, key: Hashable, run: Callable[..., tuple[Tensor, ...]], *inputs: Tensor
     ) -> tuple[Tensor, ...]:
-        """Run `CapturedForwards.run_captured` as one CUDA graph if possible."""
+        """Run `LanguageModel.run_captured` as one CUDA graph if possible."""
         slab = self._slabs.get(cache)
         if slab is None or tree.nodes > self._max_tokens or is_in_torch_dispatch_mode():
             return run(*inputs)
