@@ -14,11 +14,11 @@ from ..rng import Rng, categorical
 from .verdicts import (
     chain_verdict,
     count_prefix,
-    follow_path,
     identity_path,
     k_seq_rho,
     normalise,
     nothing_accepted,
+    path_verdict,
     remove_token,
     residual,
     take_node,
@@ -59,10 +59,14 @@ class GreedyMatch(Verifier):
         # padding.
         numbers_1N1 = torch.arange(-1, tree.nodes, device=tokens_BN.device)[None]
         numbers_BN1 = numbers_1N1.expand(len(tokens_BN), -1)
-        next_BN1 = numbers_BN1.scatter(1, (tree.parents_BN + 1) * matches_BN, numbers_BN1[:, 1:])
-        last_B, verdict = follow_path(proposal, next_BN1[:, 1:])
-        verdict.next_B = take_node(best_BN, last_B)
-        return verdict
+        next_BN = numbers_BN1.scatter(1, (tree.parents_BN + 1) * matches_BN, numbers_BN1[:, 1:])[:, 1:]
+        line = [next_BN.new_zeros(len(next_BN), 1)]
+        for _ in range(tree.max_depth):
+            line.append(next_BN.gather(1, line[-1]))
+        line_BK1 = torch.cat(line, 1)
+        moved_BK = line_BK1[:, 1:] != line_BK1[:, :-1]
+        path_BK = torch.where(moved_BK, line_BK1[:, 1:], identity_path(tree, len(line_BK1)))
+        return Verdict(path_BK, moved_BK.sum(1), take_node(best_BN, line_BK1[:, -1]))
 
 
 class ExactChain(Verifier):
@@ -163,11 +167,10 @@ class MultiCandidate(Verifier):
         children_MC, exists_MC = tree.inner_children
         uniform_BX = rng.uniform(children_MC.numel() + 1)
         uniform_BMC = uniform_BX[:, :-1].unflatten(1, children_MC.shape)
-        path_BK = identity_path(tree, rows).clone()
-        node_B = path_BK.new_zeros(rows)
-        accepted_B, alive_B = node_B.clone(), torch.ones_like(node_B, dtype=torch.bool)
+        node_B = children_MC.new_zeros(rows)
+        alive_B = torch.ones_like(node_B, dtype=torch.bool)
         residual_BV = target_BNV[:, 0]
-        for level, width in enumerate(tree.widths):
+        for width in tree.widths:
             children_BC = children_MC[node_B, :width]
             exists_BC = exists_MC[node_B, :width] & alive_B[:, None]
             if proposal.valid_BN is not None:
@@ -177,10 +180,8 @@ class MultiCandidate(Verifier):
             child_B1, residual_BV = self._try(residual_BV, draft_BV, tokens_BC, exists_BC, uniform_BC)
             alive_B = child_B1[:, 0] >= 0
             node_B = torch.where(alive_B, children_BC.gather(1, child_B1.clamp(min=0))[:, 0], node_B)
-            path_BK[:, level] = torch.where(alive_B, node_B, path_BK[:, level])
-            accepted_B += alive_B
             residual_BV = torch.where(alive_B[:, None], take_node(target_BNV, node_B), residual_BV)
-        return Verdict(path_BK, accepted_B, categorical(residual_BV, uniform_BX[:, -1]))
+        return path_verdict(tree, node_B, categorical(residual_BV, uniform_BX[:, -1]))
 
     def _try(
         self, target_BV: Tensor, draft_BV: Tensor, tokens_BC: Tensor, exists_BC: Tensor, uniform_BC: Tensor
@@ -256,11 +257,7 @@ class Traversal(Verifier):
         visit(0, torch.ones_like(uniform_BU[:, :1]))
         # Rounding can leave a residual of zero.
         next_BV = torch.where(next_BV.sum(1, keepdim=True) > 0, next_BV, take_node(target_BNV, node_B))
-        accepted_B, path_BK = take_node(tree.depth_BN, node_B), identity_path(tree, len(node_B))
-        steps_BK = accepted_B[:, None] - path_BK
-        node_BK = take_node(tree.line_BNP, node_B).gather(1, steps_BK.clamp(min=0))
-        path_BK = torch.where(steps_BK >= 0, node_BK, path_BK)
-        return Verdict(path_BK, accepted_B, categorical(next_BV, uniform_BU[:, -1]))
+        return path_verdict(tree, node_B, categorical(next_BV, uniform_BU[:, -1]))
 
 
 class SampleAndMatch(Verifier):
@@ -278,8 +275,6 @@ class SampleAndMatch(Verifier):
         token_B = categorical(target_BNV[:, 0], uniform_BU[:, 0])
         if depth == 0:
             return nothing_accepted(token_B)
-        path_BK = identity_path(tree, rows).clone()
-        accepted_B = node_B.clone()
         alive_B = torch.ones_like(node_B, dtype=torch.bool)
         for level in range(depth):
             children_BN = (tree.parents_BN == node_B[:, None]) & alive_B[:, None]
@@ -287,13 +282,11 @@ class SampleAndMatch(Verifier):
                 children_BN &= proposal.valid_BN
             matches_BN = children_BN & (tokens_BN == token_B[:, None])
             matches_B, child_B = matches_BN.any(1), matches_BN.int().argmax(1)
-            path_BK[:, level] = torch.where(matches_B, child_B, path_BK[:, level])
-            accepted_B += matches_B
             node_B = torch.where(matches_B, child_B, node_B)
             next_B = categorical(take_node(target_BNV, node_B), uniform_BU[:, level + 1])
             token_B = torch.where(matches_B, next_B, token_B)
             alive_B = matches_B
-        return Verdict(path_BK, accepted_B, token_B)
+        return path_verdict(tree, node_B, token_B)
 
 
 class SeveralDrafters(Verifier):
@@ -309,22 +302,18 @@ class SeveralDrafters(Verifier):
         rows, chains, depth = nodes_BMK.shape
         tokens_BMK = proposal.tokens_BN.gather(1, nodes_BMK.flatten(1)).view_as(nodes_BMK)
         uniform_BKM, last_B = rng.uniform(depth, chains), rng.uniform()
-        path_BK = identity_path(proposal.tree, rows).clone()
-        alive_BM = torch.ones(rows, chains, dtype=torch.bool, device=path_BK.device)
-        residual_BV = target_BNV[:, 0]
-        accepted_B = path_BK.new_zeros(rows)
+        node_B, residual_BV = nodes_BMK.new_zeros(rows), target_BNV[:, 0]
+        alive_BM = torch.ones(rows, chains, dtype=torch.bool, device=node_B.device)
         for level in range(depth):
             tokens_BM = tokens_BMK[:, :, level]
             draft_BMV, uniform_BM = probs_BMKV[:, :, level], uniform_BKM[:, level]
             chain_B, residual_BV = self.pick(alive_BM, tokens_BM, draft_BMV, residual_BV, uniform_BM)
             accepts_B = chain_B >= 0
             winner_B1 = chain_B.clamp(min=0)[:, None]
-            node_B = nodes_BMK[:, :, level].gather(1, winner_B1)[:, 0]
-            path_BK[:, level] = torch.where(accepts_B, node_B, path_BK[:, level])
-            accepted_B += accepts_B
+            node_B = torch.where(accepts_B, nodes_BMK[:, :, level].gather(1, winner_B1)[:, 0], node_B)
             residual_BV = torch.where(accepts_B[:, None], take_node(target_BNV, node_B), residual_BV)
             alive_BM = alive_BM & accepts_B[:, None] & (tokens_BM == tokens_BM.gather(1, winner_B1))
-        return Verdict(path_BK, accepted_B, categorical(residual_BV, last_B))
+        return path_verdict(proposal.tree, node_B, categorical(residual_BV, last_B))
 
     def pick(
         self, alive_BM: Tensor, tokens_BM: Tensor, draft_BMV: Tensor, target_BV: Tensor, uniform_BM: Tensor

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..engine import Proposal, Verdict, Verifier
 from ..rng import Rng, categorical
 from .lossless import ExactChain
-from .verdicts import chain_verdict, count_prefix, follow_path, normalise, take_node
+from .verdicts import chain_verdict, count_prefix, normalise, path_verdict, take_node
 
 
 class JointLikelihood(Verifier):
@@ -102,18 +102,23 @@ class TypicalAcceptance(Verifier):
         self._epsilon, self._delta = epsilon, delta
 
     def verify(self, proposal: Proposal, target_BNV: Tensor, rng: Rng) -> Verdict:
+        tree = proposal.tree
         entropy_BN = torch.special.entr(target_BNV).sum(-1)
         floor_BN = (self._delta * (-entropy_BN).exp()).clamp(max=self._epsilon)
-        parents_BN = proposal.tree.parents_BN.clamp(min=0).expand_as(proposal.tokens_BN)
+        parents_BN = tree.parents_BN.clamp(min=0).expand_as(proposal.tokens_BN)
         rows_B1 = torch.arange(len(parents_BN), device=parents_BN.device)[:, None]
         token_BN = target_BNV[rows_B1, parents_BN, proposal.tokens_BN]
-        log_BN = torch.where(proposal.tree.parents_BN >= 0, token_BN.log(), 0.0)
-        path_scores_BN = torch.where(proposal.tree.ancestors_BNN, log_BN[:, None], 0.0).sum(-1)
-        last_B, verdict = _deepest_path(proposal, token_BN > floor_BN.gather(1, parents_BN), path_scores_BN)
+        log_BN = torch.where(tree.parents_BN >= 0, token_BN.log(), 0.0)
+        path_scores_BN = torch.where(tree.ancestors_BNN, log_BN[:, None], 0.0).sum(-1)
+        passes_BN = (token_BN > floor_BN.gather(1, parents_BN)) & (tree.parents_BN >= 0)
+        passes_BN[:, 0] = True
+        on_path_BN = (passes_BN[:, None] | ~tree.ancestors_BNN).all(-1)
+        reach_BN = torch.where(on_path_BN, tree.depth_BN, -1)
+        deepest_BN = reach_BN == reach_BN.amax(1, keepdim=True)
+        last_B = torch.where(deepest_BN, path_scores_BN, -torch.inf).argmax(1)
         probs_BV, floor_B1 = take_node(target_BNV, last_B), take_node(floor_BN, last_B)[:, None]
         typical_BV = normalise(torch.where(probs_BV > floor_B1, probs_BV, 0.0), probs_BV)
-        verdict.next_B = categorical(typical_BV, rng.uniform())
-        return verdict
+        return path_verdict(tree, last_B, categorical(typical_BV, rng.uniform()))
 
 
 class AcceptAll(Verifier):
@@ -128,23 +133,6 @@ class AcceptAll(Verifier):
         verdict = chain_verdict(proposal, accepted_B, tokens_BN[:, -1])
         verdict.examined_B, verdict.rejected_B = accepted_B, torch.zeros_like(accepted_B, dtype=torch.bool)
         return verdict
-
-
-def _deepest_path(proposal: Proposal, passes_BN: Tensor, score_BN: Tensor) -> tuple[Tensor, Verdict]:
-    """Return the deepest node whose path passes, with ties broken by score, and a verdict without the next token."""
-    tree = proposal.tree
-    rows, nodes = passes_BN.shape
-    passes_BN = passes_BN & (tree.parents_BN >= 0)
-    passes_BN[:, 0] = True
-    on_path_BN = (passes_BN[:, None] | ~tree.ancestors_BNN).all(-1)
-    reach_BN = torch.where(on_path_BN, tree.depth_BN, -1)
-    deepest_BN = reach_BN == reach_BN.amax(1, keepdim=True)
-    last_B = torch.where(deepest_BN, score_BN, -torch.inf).argmax(1)
-    line_BN = take_node(tree.ancestors_BNN.expand(rows, -1, -1), last_B)
-    node_BN = torch.arange(nodes, device=line_BN.device).expand(rows, -1)
-    next_BN1 = torch.nn.functional.pad(node_BN, (0, 1))
-    leads_BN = line_BN & (tree.parents_BN >= 0)
-    return follow_path(proposal, next_BN1.scatter_(1, torch.where(leads_BN, tree.parents_BN, nodes), node_BN))
 
 
 def _next(verifier: JointLikelihood | Rollback, target_BNV: Tensor, accepted_B: Tensor, rng: Rng) -> Tensor:

@@ -77,17 +77,9 @@ def chain_verdict(proposal: Proposal, accepted_B: Tensor, next_B: Tensor) -> Ver
     return Verdict(identity_path(proposal.tree, len(accepted_B)), accepted_B, next_B)
 
 
-def follow_path(proposal: Proposal, next_BN: Tensor) -> tuple[Tensor, Verdict]:
-    """Follow the links `next_BN` from the root to a node that links to itself.
-
-    Returns:
-        The last node [B], and the verdict on its path with a placeholder for the next token.
-    """
-    line = [next_BN.new_zeros(len(next_BN), 1)]
-    for _ in range(proposal.tree.max_depth):
-        line.append(next_BN.gather(1, line[-1]))
-    line_BK1 = torch.cat(line, 1)
-    moved_BK = line_BK1[:, 1:] != line_BK1[:, :-1]
-    path_BK = torch.where(moved_BK, line_BK1[:, 1:], identity_path(proposal.tree, len(line_BK1)))
-    last_B = line_BK1[:, -1]
-    return last_B, Verdict(path_BK, moved_BK.sum(1), last_B)
+def path_verdict(tree: Tree, last_B: Tensor, next_B: Tensor) -> Verdict:
+    """Return the verdict that accepts the path from the root to the node `last_B` of each row."""
+    accepted_B, path_BK = take_node(tree.depth_BN, last_B), identity_path(tree, len(last_B))
+    steps_BK = accepted_B[:, None] - path_BK
+    node_BK = take_node(tree.line_BNP, last_B).gather(1, steps_BK.clamp(min=0))
+    return Verdict(torch.where(steps_BK >= 0, node_BK, path_BK), accepted_B, next_B)

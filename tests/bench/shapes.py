@@ -28,7 +28,7 @@ from draftsmith.decode.methods import Method, Parts, build_method
 from draftsmith.decode.models.base import LanguageModel
 from draftsmith.decode.models.loading import wrap_model
 from draftsmith.decode.rng import Rng
-from draftsmith.decode.verifiers.verdicts import follow_path, take_node
+from draftsmith.decode.verifiers.verdicts import path_verdict, take_node
 from draftsmith.decode.warpers import Sampling
 
 SHAPES = {
@@ -118,9 +118,11 @@ class FixedPattern(Verifier):
         # If a node has several children, the first one is accepted.
         parent_or_end_BN = torch.where(follows_BN, parents_BN, tree.nodes).flip(1)
         next_BN1.scatter_reduce_(1, parent_or_end_BN, node_BN.flip(1), "amin", include_self=False)
-        last_B, verdict = follow_path(proposal, next_BN1)
-        verdict.next_B = take_node(target_BNV, last_B).argmax(-1)
-        return verdict
+        last_B1 = next_BN1.new_zeros(len(next_BN1), 1)
+        for _ in range(depth):
+            last_B1 = next_BN1.gather(1, last_B1)
+        last_B = last_B1[:, 0]
+        return path_verdict(tree, last_B, take_node(target_BNV, last_B).argmax(-1))
 
 
 def steps_of(
