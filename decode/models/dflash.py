@@ -16,7 +16,6 @@ from ...checkpoints.heads.dspark import DSparkHeads
 from .base import LanguageModel
 from .kv_cache import KVCache
 from .lean import LeanDecoder
-from .products.product import is_int8, rounded
 
 
 class DFlashDrafter(LeanDecoder):
@@ -32,17 +31,8 @@ class DFlashDrafter(LeanDecoder):
     max_draft_tokens: int
 
     def __init__(self, heads: DFlashHeads) -> None:
-        self.required_aux_layers, self.max_draft_tokens = heads.layers, heads.num_heads
-        self._first_slot = heads.first_slot
-        self.vocab_size, self._kept_R, self._mask_token = heads.vocab_size, heads.proposed, heads.mask
-        weight_DG = heads.fc.weight.detach()
-        head_RD, int8 = heads.projection().to(weight_DG.dtype), is_int8(heads)
-        if int8:
-            head_RD = rounded(head_RD)
-        # frequencies in 16 bits would be too inexact for distant positions
-        heads.rotary_emb = Qwen3RotaryEmbedding(heads.config).to(weight_DG.device)
-        self._hold(heads.config, heads.embedding.to(weight_DG.dtype), head_RD, heads, heads.layer_stack, int8)
-        self._fuse_aux = self._product(weight_DG)
+        self.max_draft_tokens, self._first_slot, self._mask_token = heads.num_heads, heads.first_slot, heads.mask
+        self._hold_heads(heads, heads.layer_stack, Qwen3RotaryEmbedding)
         norm_D = heads.hidden_norm.weight.detach()
         self._context_norm_D = self._scaled(norm_D) if self._complex else norm_D.to(self.dtype)
 
@@ -104,9 +94,8 @@ class DSparkDrafter(DFlashDrafter):
 
     def _forward(self, *inputs: Any) -> Tensor:
         hidden_BMD = LeanDecoder._forward(self, *inputs)
-        return torch.cat(
-            (LeanDecoder.draft_logits(self, hidden_BMD)[0], (hidden_BMD @ self._confidence_D)[..., None]), -1
-        )
+        logits_BMR, _ = LeanDecoder.draft_logits(self, hidden_BMD)
+        return torch.cat((logits_BMR, (hidden_BMD @ self._confidence_D)[..., None]), -1)
 
     def after(self, outputs_BMY: Tensor, tokens_BM: Tensor) -> Tensor:
         factors_XF = self._factors_VF[tokens_BM.flatten()].to(self.dtype)

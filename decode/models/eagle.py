@@ -14,7 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from ...checkpoints.heads.eagle import NORM_OUTPUT, EagleHeads
 from .lean import LeanDecoder
-from .products.product import Product, is_int8, rounded
+from .products.product import Product
 
 
 class EagleDrafter(LeanDecoder):
@@ -26,18 +26,9 @@ class EagleDrafter(LeanDecoder):
     def __init__(self, heads: EagleHeads) -> None:
         # the states that `extend` returns are also the input of the next drafting step
         self.states = "after-norm" if NORM_OUTPUT in heads.norms else "before-norm"
-        self.required_aux_layers, self._norm_aux = heads.layers, heads.norm_aux
-        self.vocab_size, self._kept_R = heads.vocab_size, heads.proposed
-        weight_DG = heads.fc.weight.detach()
-        embedding_VD = heads.embedding.to(weight_DG.dtype)
+        self._norm_aux = heads.norm_aux
         self._normed_D = heads.midlayer.hidden_norm.weight.detach() if heads.normed else None
-        head_RD, int8 = heads.projection().to(weight_DG.dtype), is_int8(heads)
-        if int8:
-            head_RD = rounded(head_RD)
-        # 16-bit frequencies would be too inexact for distant positions
-        heads.rotary_emb = LlamaRotaryEmbedding(heads.config).to(weight_DG.device)
-        self._hold(heads.config, embedding_VD, head_RD, heads, [heads.midlayer], int8)
-        self._fuse_aux = self._product(weight_DG)
+        self._hold_heads(heads, [heads.midlayer], LlamaRotaryEmbedding)
         self._above_XD: Tensor | None = None
         self._embedded_XD: Tensor | None = None
 

@@ -24,7 +24,7 @@ from .draft_vocabulary import kept_tokens
 from .kv_cache import IndexedCache, KVCache
 from .products.layers import DecoderLayers, Kind
 from .products.native import compiled, fused_kernels
-from .products.product import FEW_ROWS, FewRows, Product, is_int8
+from .products.product import FEW_ROWS, FewRows, Product, is_int8, rounded
 from .products.rotation import Rotation, Turns, rotations
 from .products.shared import is_shared, pack_layers, share, stored_weights
 from .products.weights import ACTIVATIONS, FAMILIES, GATES, join_weights, norm_weight, split_heads
@@ -120,9 +120,8 @@ class LeanDecoder(LanguageModel):
         norm = getattr(decoder, self._family.norm)
         self._centred = isinstance(norm, nn.LayerNorm)
         self._eps = norm.eps if self._centred else config.rms_norm_eps
-        self._cap, self._final_cap = (
-            getattr(config, f"{name}_logit_softcapping", None) or 0.0 for name in ("attn", "final")
-        )
+        caps = (getattr(config, f"{name}_logit_softcapping", None) or 0.0 for name in ("attn", "final"))
+        self._cap, self._final_cap = caps
         self._parallel = getattr(config, "use_parallel_residual", False)
         self._embedding_VD = embedding
         self._int8, self._product = int8, partial(Product, int8=int8)
@@ -156,6 +155,18 @@ class LeanDecoder(LanguageModel):
             sizes, settings = (self.heads, self.kv_heads, self.key_width), (self._activation, self._eps, self._centred)
             kind = Kind(*sizes, *settings, self._parallel, self._cap, self._norms_heads_apart)
             self._few = DecoderLayers(self._layers, self._side_of, kind)
+
+    def _hold_heads(self, heads: Any, layers: Iterable[Any], rotary: Any) -> None:
+        """Prepare heads with attached target weights (see `AuxiliaryHeads.attach`) and `rotary`, a module class."""
+        self.required_aux_layers, self.vocab_size, self._kept_R = heads.layers, heads.vocab_size, heads.proposed
+        weight_DG, int8 = heads.fc.weight.detach(), is_int8(heads)
+        head_RD = heads.projection().to(weight_DG.dtype)
+        if int8:
+            head_RD = rounded(head_RD)
+        # Frequencies in 16 bits would be too inexact for distant positions.
+        heads.rotary_emb = rotary(heads.config).to(weight_DG.device)
+        self._hold(heads.config, heads.embedding.to(weight_DG.dtype), head_RD, heads, layers, int8)
+        self._fuse_aux = self._product(weight_DG)
 
     @property
     def weights_dtype(self) -> torch.dtype:
@@ -273,18 +284,13 @@ class LeanDecoder(LanguageModel):
             embedded_XD = embedded_XD + F.embedding(clamped_BM.reshape(-1), self._positions_SD)
         hidden_XD = self._first(embedded_XD if self._embedding_scale == 1 else embedded_XD * self._embedding_scale)
         turned = self._rotation.at(positions_BM, end, {by for _, by in self._sides})
+        sides = [(turned[by], self._windowed(mask_B1MS, positions_BM, end, window)) for window, by in self._sides]
         if self._in_c(cache, count):
             assert self._few is not None
-            sides = [
-                (turned[by][0], self._windowed(mask_B1MS, positions_BM, end, window)) for window, by in self._sides
-            ]
-            seen = (sides, cache, start, end)
+            seen = ([(turns, mask) for (turns, _), mask in sides], cache, start, end)
             hidden_XD, aux_states = self._few(hidden_XD, self._read_apart(hidden_XD), *seen, self.aux_layers)
         else:
-            attends = []
-            for window, by in self._sides:
-                mask = self._windowed(mask_B1MS, positions_BM, end, window)
-                attends.append(self._attention(cache, turned[by], mask, count, start, end))
+            attends = [self._attention(cache, turns, mask, count, start, end) for turns, mask in sides]
             hidden_XD, aux_states = self._through_layers(hidden_XD, [attends[side] for side in self._side_of])
         if self.states == "after-norm":
             hidden_XD = self._final_norm(hidden_XD)
