@@ -68,14 +68,12 @@ def method(
         if artifacts[part] is None:
             raise ValueError(f"method {name!r} requires `{part}`, but none was given")
     models = [_Drafter(source) for source in (drafter, *more_drafters) if "drafter" in needs]
+    heads = heads if "heads" in needs else None
+    table = table if "table" in needs else None
     loaded = isinstance(heads, (str, Path))
-    if "heads" not in needs:
-        heads = None
-    elif isinstance(heads, (str, Path)):
+    if isinstance(heads, (str, Path)):
         heads = _read(resolve(heads, "heads"), load_heads, "heads")
-    if "table" not in needs:
-        table = None
-    elif isinstance(table, (str, Path)):
+    if isinstance(table, (str, Path)):
         table = _read(resolve(table, "table"), BigramTable.load, "table")
     return CustomGenerate(name, settings, models, heads, table, loaded)
 
@@ -138,10 +136,8 @@ class CustomGenerate:
 
     def _parts(self, target: LanguageModel) -> Parts:
         drafters = [drafter.scorer(target) for drafter in self.drafters]
-        for what, part in (("heads", self.heads), ("table", self.table)):
-            for name, size in (("vocab_size", target.vocab_size), ("hidden_size", target.hidden_size)):
-                if (other := getattr(part, name, size)) != size:
-                    raise ValueError(f"{name} of {what} and target must be the same, got {other} and {size}")
+        if self.table is not None:
+            check_same_vocabulary(target, self.table, "table")
         if isinstance(self.heads, PredictionHeads):
             weight = next(self.heads.parameters())
             if (weight.device, weight.dtype) != (target.device, target.dtype):
@@ -171,12 +167,7 @@ class _Drafter:
     def scorer(self, target: LanguageModel) -> LanguageModel:
         if self._loaded:
             self.model.to(target.device)
-        drafter = _scorer(self.model, "drafter", None)
-        check_same_vocabulary(target, drafter, "drafter")
-        if drafter.device != target.device:
-            devices = f"the drafter is on {drafter.device}, but the target is on {target.device}"
-            raise ValueError(f"{devices}: move both to the same device")
-        return drafter
+        return _scorer(self.model, "drafter", None)
 
 
 def _read(folder: Path, load: Callable[[Path], Part], kind: str | None = None) -> Part:
