@@ -81,10 +81,8 @@ class Run:
         return [runs[0].tally for runs in self.by_prompt]
 
     def select(self, prompts: Sequence[int]) -> "Run":
-        return Run(
-            [self.by_prompt[prompt] for prompt in prompts],
-            [self.groups[prompt] for prompt in prompts] if self.groups else (),
-        )
+        groups = [self.groups[prompt] for prompt in prompts] if self.groups else ()
+        return Run([self.by_prompt[prompt] for prompt in prompts], groups)
 
     def by_batch(self, values: Sequence[float]) -> list[list[float]]:
         """Group a list of values, with one value per prompt, by batch."""
@@ -131,19 +129,6 @@ def are_steady(run: Run, base: Run) -> bool | None:
     return None if None in (run.slowdown(), base.slowdown()) else True
 
 
-def decode_prompt(
-    target: LanguageModel,
-    method: Method,
-    sampling: Sampling,
-    seed: int,
-    prompt: Sequence[int],
-    limits: Limits,
-    profile: StepProfile | None = None,
-) -> Decoded:
-    """Decode one prompt with a method, and measure the time."""
-    return decode_batch(target, method, sampling, seed, [prompt], limits, profile)[0]
-
-
 def decode_batch(
     target: LanguageModel,
     method: Method,
@@ -184,9 +169,8 @@ def sample_texts(
     method = build_method(BASELINE, Parts(), sampling)
     for first in range(0, len(prompts), batch):
         rows = prompts[first : first + batch]
-        texts += decode_texts(
-            target, *method, rows, limits, sampling, Rng.for_rows(seed + first, len(rows), target.device)
-        )
+        rng = Rng.for_rows(seed + first, len(rows), target.device)
+        texts += decode_texts(target, *method, rows, limits, sampling, rng)
         if progress:
             progress(len(texts), len(prompts))
     return texts
@@ -213,9 +197,7 @@ def ignored_settings(generation_config: Any) -> dict[str, Any]:
 def decode_reference(model: Any, prompt: Sequence[int], limits: Limits) -> Decoded:
     """Decode one prompt greedily with `transformers.generate`, without the model's `ignored_settings`."""
     ids, generation_config = torch.tensor([list(prompt)], device=model.device), model.generation_config
-    names = {"bos_token_id", "decoder_start_token_id", "cache_implementation"} - set(
-        ignored_settings(generation_config)
-    )
+    names = {"bos_token_id", "decoder_start_token_id", "cache_implementation"} - {*ignored_settings(generation_config)}
     plain = GenerationConfig(**{name: getattr(generation_config, name, None) for name in names})
     start = time.perf_counter()
     model.generation_config = plain
@@ -312,13 +294,11 @@ def _round(labels: Sequence[str], prompts: int, batch: int, repeat: int) -> list
 def _jobs(target: LanguageModel, parts: Parts, entries: Sequence[Entry], reference: Any, seed: int) -> dict[str, _Job]:
     """Return a mapping from labels to functions that decode a batch, given the index of its first prompt."""
 
-    def job(method: Method, sampling: Sampling) -> _Job:
+    def job(entry: Entry) -> _Job:
+        method, sampling = build_method(entry.method, parts, entry.sampling, **entry.options), entry.sampling
         return lambda index, prompts, limits: decode_batch(target, method, sampling, seed + index, prompts, limits)
 
-    jobs = {
-        entry.label: job(build_method(entry.method, parts, entry.sampling, **entry.options), entry.sampling)
-        for entry in entries
-    }
+    jobs = {entry.label: job(entry) for entry in entries}
     if reference is not None and any(entry.sampling.greedy for entry in entries):
         jobs[REFERENCE] = lambda index, prompts, limits: [
             decode_reference(reference, prompt, limits) for prompt in prompts
@@ -376,11 +356,11 @@ def measure_entry_energy(
     method = build_method(entry.method, parts, entry.sampling, **entry.options)
 
     def decode_all() -> float:
-        results = (
-            decode_prompt(target, method, entry.sampling, seed + index, prompt, limits)
-            for index, prompt in enumerate(prompts[:NUM_PROFILED])
-        )
-        return float(sum(len(result.ids) for result in results))
+        count = 0
+        for index, prompt in enumerate(prompts[:NUM_PROFILED]):
+            (result,) = decode_batch(target, method, entry.sampling, seed + index, [prompt], limits)
+            count += len(result.ids)
+        return float(count)
 
     return meter.measure(decode_all, idle_watts, seed=seed, progress=progress)
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -83,7 +84,7 @@ class StepProfile:
             for part in {id(part): part for part in parts}.values():
                 for name in ("extend", "logits") if isinstance(part, LanguageModel) else ("forward",):
                     if (call := getattr(part, name, None)) is not None:
-                        changes.enter_context(_patch_attribute(part, name, self._timed(call)))
+                        changes.enter_context(patch.object(part, name, self._timed(call)))
             yield
 
     def _timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -131,16 +132,6 @@ class StepProfile:
         """Return the median microseconds of each phase and of the whole step (`step`)."""
         medians = {phase: 1e6 * statistics.median(series) for phase, series in self.seconds.items() if series}
         return medians | ({"step": 1e6 * statistics.median(self.steps)} if self.steps else {})
-
-
-@contextmanager
-def _patch_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
-    original = vars(owner).get(name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        delattr(owner, name) if original is None else setattr(owner, name, original)
 
 
 def time_in_turns(model: LanguageModel, calls: Sequence[Callable[[], object]], rounds: int) -> list[list[float]]:

@@ -14,7 +14,7 @@ from ...checkpoints.verify.windows import position_limit
 from ...data.prompts import end_ids, load_prompts
 from ...data.rendering.templates import get_template
 from ...decode.engine import Limits
-from ...decode.evaluation.measure import decode_prompt
+from ...decode.evaluation.measure import decode_batch
 from ...decode.evaluation.metrics import total
 from ...decode.methods import Parts, build_method
 from ...decode.models.base import LanguageModel
@@ -139,9 +139,9 @@ def _measure_of(
         parts, metrics = parts_of(module.eval()), dict[str, float]()
         for (prefix, name, options), (group, group_prompts) in product(rows, prompts.items()):
             method = build_method(name, parts, sampling, **options)
-            decode = partial(decode_prompt, scorer, method, sampling)
-            texts = (decode(seed, prompt, limits) for seed, prompt in enumerate(group_prompts))
-            counts = total(each.tally for each in texts).metrics()
+            decode = partial(decode_batch, scorer, method, sampling)
+            texts = [text for seed, ids in enumerate(group_prompts) for text in decode(seed, [ids], limits)]
+            counts = total(text.tally for text in texts).metrics()
             for key in ("tokens_per_step", "acceptance_rate"):
                 metrics[f"{group}{prefix}{key}"] = float(counts[key])  # type: ignore[arg-type]
         module.train(was_training)

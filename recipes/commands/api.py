@@ -11,7 +11,7 @@ from ...data.prompts import end_ids
 from ...data.rendering.render import prompt_renderer
 from ...data.rendering.templates import get_template
 from ...decode.engine import Limits
-from ...decode.evaluation.measure import decode_prompt
+from ...decode.evaluation.measure import decode_batch
 from ...decode.methods import METHODS, build_method
 from ...decode.warpers import Sampling
 from ..assemble.evaluation import LoadedPair, open_recipe
@@ -67,9 +67,8 @@ def generate(
     ids = prompt_renderer(template, pair.tokenizer)([Turn(each["role"], each["content"]) for each in messages])
     limits = Limits(max_new_tokens, end_ids(pair.tokenizer, template, pair.model.generation_config))
     sampling = Sampling(temperature, top_k, top_p)
-    decoded = decode_prompt(
-        pair.target, build_method(method, pair.parts, sampling, **options), sampling, seed, ids, limits
-    )
+    built = build_method(method, pair.parts, sampling, **options)
+    (decoded,) = decode_batch(pair.target, built, sampling, seed, [ids], limits)
     text, speed = pair.tokenizer.decode(decoded.ids, skip_special_tokens=True), len(decoded.ids) / decoded.seconds
     return Generation(text, decoded.ids, decoded.tally.tokens / decoded.tally.steps, speed)
 

@@ -21,7 +21,7 @@ import torch
 from common import finish, in_turns, medians, parser_of
 from draftsmith.checkpoints.table.table import BigramTable
 from draftsmith.decode.engine import Limits, generate
-from draftsmith.decode.evaluation.measure import Decoded, Entry, decode_prompt, decode_reference, profile_steps
+from draftsmith.decode.evaluation.measure import Decoded, Entry, decode_batch, decode_reference, profile_steps
 from draftsmith.decode.evaluation.metrics import Tally, total
 from draftsmith.decode.evaluation.profile import StepProfile
 from draftsmith.decode.methods import Parts, build_method
@@ -176,12 +176,12 @@ def bench_pair(arguments: argparse.Namespace) -> dict[str, Any]:
     pair, measured = Pair(arguments.pair, 3 if quick else 16), rows(gamma)
     target, parts, prompts = pair.target, pair.parts, pair.prompts
     limits = Limits(48 if quick else 128, pair.stop)
-    methods = {
-        name: build_method(kind, parts, sampling, **options) for name, (kind, options, sampling) in measured.items()
-    }
-    jobs: dict[str, Job] = {
-        label: partial(decode_prompt, target, method, measured[label][2], 0) for label, method in methods.items()
-    }
+
+    def job(kind: str, options: dict[str, Any], sampling: Sampling) -> Job:
+        method = build_method(kind, parts, sampling, **options)
+        return lambda prompt, limits: decode_batch(target, method, sampling, 0, [prompt], limits)[0]
+
+    jobs = {label: job(*settings) for label, settings in measured.items()}
     jobs["transformers"] = partial(decode_reference, pair.target_model)
     jobs["transformers assisted"] = assisted(pair.target_model, pair.drafter_model, gamma)
     jobs["published"] = published(pair.target_model, pair.drafter_model, gamma)

@@ -12,7 +12,7 @@ from draftsmith.checkpoints.heads.files import PredictionHeads, load_heads
 from draftsmith.checkpoints.table.table import BigramTable
 from draftsmith.data.tokenizers import load_tokenizer
 from draftsmith.decode.engine import Limits
-from draftsmith.decode.evaluation.measure import decode_prompt
+from draftsmith.decode.evaluation.measure import decode_batch
 from draftsmith.decode.methods import Parts, build_method
 from draftsmith.decode.models.dflash import DFlashDrafter
 from draftsmith.decode.models.eagle import EagleDrafter
@@ -72,7 +72,7 @@ def test_eagle_and_dflash_recipes_give_lossless_drafters(name: str, stand_ins: A
     parts = Parts(drafter=drafter(heads.requires_grad_(False)))
     ways = build_method("speculative", parts, greedy), build_method("autoregressive", parts, greedy)
     for prompt in ([1, 20, 30], [1, 7, 300, 5, 9]):
-        actual, expected = (decode_prompt(scorer, way, greedy, 0, prompt, limits) for way in ways)
+        actual, expected = (decode_batch(scorer, way, greedy, 0, [prompt], limits)[0] for way in ways)
         assert actual.ids == expected.ids
 
 
@@ -131,7 +131,7 @@ def test_heads_recipes_give_lossless_heads(name: str, changes: tuple[str, ...], 
     for method, options in (("medusa", {"tree": recipe.measure.tree}), ("slim-s", {"num_sequences": 8})):
         ways = build_method(method, parts, greedy, **options), plain
         for prompt in ([1, 20, 30], [1, 7, 300, 5, 9]):
-            actual, expected = (decode_prompt(scorer, way, greedy, 0, prompt, limits) for way in ways)
+            actual, expected = (decode_batch(scorer, way, greedy, 0, [prompt], limits)[0] for way in ways)
             assert actual.ids == expected.ids, method
 
 
