@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ...checkpoints.storage.draft_vocabulary import check_tokens, read_vocabulary, write_vocabulary
+from ...checkpoints.storage.draft_vocabulary import check_tokens, read_vocabulary
 from .products.shared import stored_weights
 
 _BUFFER = "draft_tokens_R"
@@ -31,11 +31,6 @@ def keep_tokens(model: Any, ids_R: Tensor) -> None:
 def kept_tokens(model: Any) -> Tensor | None:
     """Return the token ids of a model's draft vocabulary in increasing order, int64 [R], or None if there is none."""
     return getattr(model, _BUFFER, None)
-
-
-def save_vocabulary(model: Any, folder: Path) -> None:
-    """Save a model's draft vocabulary, if it has one, to `folder`."""
-    write_vocabulary(kept_tokens(model), folder)
 
 
 def load_vocabulary(model: Any, folder: Path) -> None:

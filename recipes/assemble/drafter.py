@@ -12,12 +12,12 @@ from transformers import AutoConfig, PreTrainedModel
 from ...checkpoints.artifact.compat import save_tokenizer
 from ...checkpoints.artifact.locate import model_source
 from ...checkpoints.pairs.speculation import save_speculation
-from ...checkpoints.storage.draft_vocabulary import MASK_TOKEN, mask_token
+from ...checkpoints.storage.draft_vocabulary import MASK_TOKEN, mask_token, write_vocabulary
 from ...checkpoints.storage.messages import first_line
 from ...checkpoints.verify.model_files import is_adapter
 from ...data.prompts import end_ids
 from ...data.rendering.templates import get_template
-from ...decode.models.draft_vocabulary import keep_tokens, save_vocabulary
+from ...decode.models.draft_vocabulary import keep_tokens, kept_tokens
 from ...train.config import OnPolicy, Parallel
 from ...train.tasks.drafter import DrafterTask
 from ...train.teachers.teacher import ModelTeacher, Teacher, load_teacher
@@ -51,7 +51,7 @@ def make_drafter_run(recipe: DrafterRecipe, tokenizer: Any, prepare: Callable[[]
 
     def write(folder: Path) -> None:
         trained.save(folder)
-        save_vocabulary(model, folder)
+        write_vocabulary(kept_tokens(model), folder)
         save_tokenizer(tokenizer, folder)
         if recipe.target is not None and not is_adapter(folder):  # adapters use the settings of their base model
             save_speculation(folder)
