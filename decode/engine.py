@@ -239,14 +239,18 @@ class Context:
         """Return the last committed token of each row, [B, 1]."""
         return self.last_ids(1)
 
+    def aux_at(self, slots_BM: Tensor) -> Tensor:
+        """Return the auxiliary hidden states [B, M, G] of the committed tokens at the positions `slots_BM`."""
+        assert self.aux_BSG is not None
+        return self.aux_BSG.gather(1, slots_BM[..., None].expand(-1, -1, self.aux_BSG.shape[2]))
+
     def aux_before(self, count: int) -> Tensor:
         """Return the auxiliary hidden states [B, count, G] one position before each of the last `count` tokens."""
         assert self.aux_BSG is not None
         if len(self.lengths) == 1:
             return self.aux_BSG[:, self.lengths[0] - count - 1 : self.lengths[0] - 1]
         first_B1 = self.cache.lengths_B[:, None] - count
-        slots_BM1 = (first_B1 + torch.arange(count, device=first_B1.device))[..., None]
-        return self.aux_BSG.gather(1, slots_BM1.expand(-1, -1, self.aux_BSG.shape[2]))
+        return self.aux_at(first_B1 + torch.arange(count, device=first_B1.device))
 
     def last_ids(self, count: int) -> Tensor:
         """Return the last `count` committed tokens of each row, [B, count]. Rows must have at least `count` tokens."""

@@ -94,11 +94,8 @@ class AdaptiveChain(DrafterProposer):
 
     def forwards(self, nodes: float) -> list[tuple[Any, int]]:
         # One forward per token, and one whose distribution ended the chain.
-        return [
-            *self.model.draft_forwards(
-                [1] * (self.gamma if self.model.max_draft_tokens else min(self.gamma, round(nodes)))
-            )
-        ]
+        count = self.gamma if self.model.max_draft_tokens else min(self.gamma, round(nodes))
+        return [*self.model.draft_forwards([1] * count)]
 
 
 class _OptimalChain(AdaptiveChain):
@@ -110,6 +107,11 @@ class _OptimalChain(AdaptiveChain):
 
     _fixed_cost: float
     _cost: float
+
+    def __init__(self, model: LanguageModel, gamma: int, draft_cost: float, token_cost: float) -> None:
+        if draft_cost <= 0 or token_cost < 0:
+            raise ValueError(f"draft_cost must be above 0 and token_cost at least 0, got {draft_cost} and {token_cost}")
+        super().__init__(model, gamma, 0.0)
 
     def _run(self, context: Context, *inputs: Tensor) -> tuple[Tensor, ...]:
         self._reach_B = torch.ones(len(context.lengths), device=context.ids_BS.device)
@@ -138,8 +140,7 @@ class ConfidenceChain(_OptimalChain):
     def __init__(self, model: LanguageModel, gamma: int, draft_cost: float, token_cost: float) -> None:
         if not isinstance(model, DSparkDrafter):
             raise ValueError("`policy: confidence-head` requires a drafter with a confidence head (DSpark)")
-        _check_costs(draft_cost, token_cost)
-        super().__init__(model, gamma, 0.0)
+        super().__init__(model, gamma, draft_cost, token_cost)
         self._fixed_cost, self._cost = 1 + draft_cost, token_cost
 
     def _confidence(self, hidden_BMD: Tensor, logits_BMV: Tensor, draft_BMV: Tensor, sampling: Sampling) -> Tensor:
@@ -147,11 +148,6 @@ class ConfidenceChain(_OptimalChain):
 
     def _continues(self, draft_BV: Tensor, confidence_B: Tensor, level: int) -> Tensor:
         return self._pays(confidence_B, level)
-
-
-def _check_costs(draft_cost: float, token_cost: float) -> None:
-    if draft_cost <= 0 or token_cost < 0:
-        raise ValueError(f"draft_cost must be above 0 and token_cost at least 0, got {draft_cost} and {token_cost}")
 
 
 class OracleChain(_OptimalChain):
@@ -165,8 +161,7 @@ class OracleChain(_OptimalChain):
     """
 
     def __init__(self, model: LanguageModel, gamma: int, draft_cost: float, token_cost: float) -> None:
-        _check_costs(draft_cost, token_cost)
-        super().__init__(model, gamma, 0.0)
+        super().__init__(model, gamma, draft_cost, token_cost)
         self._fixed_cost, self._cost = 1.0, draft_cost + token_cost
 
     def start(self, context: Context) -> None:

@@ -69,8 +69,7 @@ class TargetBeam(_Beam):
         return (self.gamma or limits.max_new_tokens) + 1, self.gamma or 1
 
     def start(self, context: Context) -> None:
-        gamma = self.gamma or context.limits.max_new_tokens
-        self._depth = gamma
+        self._depth = gamma = self.gamma or context.limits.max_new_tokens
         self._state = DraftState(context.target, context, 1 + self.num_beams * gamma, self.gamma or 1)
         self._chain = Tree.chain(gamma).to(context.target.device)
         self._stop_ids = torch.tensor(context.limits.stop_ids, dtype=torch.int64, device=context.target.device)
@@ -114,12 +113,8 @@ def best_beam(
         if level + 1 < gamma:
             hidden_BMD = state.grow(tokens_BN[:, first:], tree, first)
     best_B = first + scores_BN[:, first:].argmax(1)
-    line_BN = tree.ancestors_BNN[torch.arange(rows, device=model.device), best_B]
-    nodes_BN = torch.zeros(rows, gamma + 1, dtype=torch.int64, device=model.device)
-    # Nodes outside the path are written to column 0, which is then reset to the root.
-    index_N = torch.arange(tree.nodes, device=model.device).expand(rows, -1)
-    nodes_BN.scatter_(1, torch.where(line_BN, tree.depth_BN, 0), index_N)
-    nodes_BN[:, 0] = 0
+    # Paths of the last level need no padding, so the reversed path starts with the root.
+    nodes_BN = tree.line_BNP[torch.arange(rows, device=model.device), best_B].flip(1)
     return tokens_BN.gather(1, nodes_BN), scores_BN.gather(1, nodes_BN), nodes_BN
 
 

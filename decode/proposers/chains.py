@@ -34,8 +34,7 @@ class DraftChains(Proposer):
         return 1 + len(self.models) * self.num_drafts * self.gamma, self.gamma
 
     def start(self, context: Context) -> None:
-        nodes = self._own_tree.nodes
-        self._states = [draft_state(model, context, nodes, self.gamma) for model in self.models]
+        self._states = [draft_state(model, context, self._own_tree.nodes, self.gamma) for model in self.models]
         self._own_tree = self._own_tree.to(context.ids_BS.device)
 
     def propose(self, context: Context) -> Proposal:

@@ -107,9 +107,7 @@ class DraftState:
         else:
             slots_BM = self.cache.lengths_B[:, None] + torch.arange(pending, device=self.model.device)
             if self._lag:
-                assert context.aux_BSG is not None
-                slots_BMG = slots_BM[..., None].expand(-1, -1, context.aux_BSG.shape[2])
-                extend = partial(self.model.extend_with_aux, self.model.fuse_aux(context.aux_BSG.gather(1, slots_BMG)))
+                extend = partial(self.model.extend_with_aux, self.model.fuse_aux(context.aux_at(slots_BM)))
             hidden_BMD = extend(self.cache, context.ids_BS.gather(1, slots_BM + self._lag))
             roots_B = context.cache.lengths_B - self._lag - self.cache.lengths_B
             hidden_BMD = hidden_BMD[torch.arange(len(starts), device=self.model.device), roots_B][:, None]
@@ -194,11 +192,8 @@ class BlockState(DraftState):
         if pending := max(end - read for end, read in zip(ends, self._read, strict=True)):
             # Rows with fewer new tokens add some again. What short rows add after their end is overwritten.
             self.cache.set_lengths([max(0, end - pending) for end in ends])
-            slots_BM1 = (self.cache.lengths_B[:, None] + torch.arange(pending, device=self.model.device))[..., None]
-            assert context.aux_BSG is not None
-            self.model.add_context(
-                self.cache, context.aux_BSG.gather(1, slots_BM1.expand(-1, -1, context.aux_BSG.shape[2]))
-            )
+            slots_BM = self.cache.lengths_B[:, None] + torch.arange(pending, device=self.model.device)
+            self.model.add_context(self.cache, context.aux_at(slots_BM))
         self.cache.set_lengths(ends)
         self._read, self._levels = ends, 0
         self._outputs_BKY = self.model.draft_block(self.cache, context.root_B1, self._depth)

@@ -53,13 +53,13 @@ class DraftTree(DrafterProposer):
     def __init__(
         self, model: LanguageModel, branching: Sequence[int], replacement: bool = True, by_path: bool = False
     ) -> None:
-        self.model = model
-        self.branching = tuple(branching)
+        self.model, self.branching = model, tuple(branching)
         self.replacement, self.by_path = replacement, by_path
         self.tree = Tree.k_ary(self.branching).to(model.device)
         self._all_one = set(self.branching) == {1}
-        counts = itertools.accumulate(self.branching[:-1], operator.mul, initial=1)
-        self._ahead_N = torch.tensor([level for level, count in enumerate(counts) for _ in range(count)])
+        self._widths = [*itertools.accumulate(self.branching[:-1], operator.mul, initial=1)]
+        """Number of nodes that are run at each level."""
+        self._ahead_N = torch.tensor([level for level, width in enumerate(self._widths) for _ in range(width)])
 
     def capacity(self, limits: Limits) -> tuple[int, int]:
         return self.tree.nodes, self.tree.max_depth
@@ -89,13 +89,12 @@ class DraftTree(DrafterProposer):
         return proposal
 
     def _chances(self, context: Context) -> list[Tensor]:
-        chances, parents = list[Tensor](), 1
-        for width in self.branching:
+        chances = list[Tensor]()
+        for parents, width in zip(self._widths, self.branching, strict=True):
             if self.replacement or width == 1:
                 chances.append(context.rng.uniform(parents, width))
             else:
                 chances.append(context.rng.exponential(parents, self.model.draft_vocab_size))
-            parents *= width
         return chances
 
     def _grow(self, sampling: Sampling, hidden_BD: Tensor, *chances: Tensor) -> tuple[Tensor, ...]:
@@ -143,10 +142,7 @@ class DraftTree(DrafterProposer):
         self._draft.keep(context, own_path_BK=None if self.tree.is_chain else verdict.path_BK)
 
     def forwards(self, nodes: float) -> list[tuple[Any, int]]:
-        widths = [1]
-        for width in self.branching[:-1]:
-            widths.append(widths[-1] * width)
-        return [*self.model.draft_forwards(widths)]
+        return [*self.model.draft_forwards(self._widths)]
 
 
 class ParallelChain(DrafterProposer):

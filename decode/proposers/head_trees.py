@@ -125,11 +125,10 @@ class PrunedHeadTree(Proposer):
     def start(self, context: Context) -> None:
         check_heads(self.heads, context)
         self._lattice = None
-        if self.table is None:
-            return
-        check_same_vocabulary(context.target, self.table, "table")
-        self.table = self.table.to(context.ids_BS.device)
-        self._log_unseen = self._log_unseen.to(context.ids_BS.device)
+        if self.table is not None:
+            check_same_vocabulary(context.target, self.table, "table")
+            self.table = self.table.to(context.ids_BS.device)
+            self._log_unseen = self._log_unseen.to(context.ids_BS.device)
 
     def propose(self, context: Context) -> Proposal:
         probs_BKV = self.heads(context.hidden_BD)[:, : self.max_depth].softmax(-1, dtype=torch.float32)

@@ -95,8 +95,6 @@ class SuffixTree(Proposer):
         return 1 + self.max_nodes, self.max_depth
 
     def start(self, context: Context) -> None:
-        if self.heads is not None:
-            check_heads(self.heads, context)
         # Longer matches are more reliable: the prior is 0.2 after one token, 0.5 after two and 0.8 after eight.
         prior_L = 1 - 0.8 / np.arange(1, 1 + _MAX_MATCH + self.max_depth) ** 0.7
         self._accepted_BL = _PRIOR_WEIGHT * np.tile(prior_L, (len(context.lengths), 1))
@@ -106,6 +104,7 @@ class SuffixTree(Proposer):
         self._watched_BK: Tensor | None = None
         self._guesses = [list[dict[int, float]]() for _ in context.lengths]
         if self.heads is not None:
+            check_heads(self.heads, context)
             self._guess(to_host(*self._candidates(context.hidden_BD)))
 
     def propose(self, context: Context) -> Proposal:
