@@ -30,7 +30,7 @@ def resampled_ratios(over_PG: Floats, under_PG: Floats, seed: int = 0) -> Floats
 
 
 def percentile_interval(values_R: Floats | None, level: float = 0.95) -> tuple[float, float] | None:
-    """Return the percentile interval of resampled values, or None if over 10 % of the values are not finite."""
+    """Return the percentile interval of resampled values, [R] or [R, 1]; None if over 10 % of them are not finite."""
     if values_R is None:
         return None
     finite_R = values_R[np.isfinite(values_R)]

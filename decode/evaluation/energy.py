@@ -235,9 +235,8 @@ def cuda_uuid(device: torch.device) -> str:
 
 def _open_rapl() -> tuple[EnergyMeter | None, str]:
     try:
-        names = {
-            zone: (zone / "name").read_text(encoding="ascii").strip() for zone in sorted(POWERCAP.glob("intel-rapl:*"))
-        }
+        zones = sorted(POWERCAP.glob("intel-rapl:*"))
+        names = {zone: (zone / "name").read_text(encoding="ascii").strip() for zone in zones}
         packages = [zone for zone, name in names.items() if name.startswith("package")]
         # The counter of a package includes its cores but not the memory. `psys` (the platform) includes both.
         memory = [zone for zone, name in names.items() if name == "dram"]
@@ -295,9 +294,9 @@ def measure_batches(
         return 1.0
 
     try:
-        idle = meter.idle_watts() if meter is not None else None
-        for batch, call in zip(sizes, calls, strict=True):
-            if meter is not None and idle is not None:
+        if meter is not None:
+            idle = meter.idle_watts()
+            for batch, call in zip(sizes, calls, strict=True):
                 energies[batch] = meter.measure(partial(forward, call), idle, seed=seed)
     except CounterError as error:
         failure = str(error)

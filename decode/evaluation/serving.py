@@ -70,9 +70,8 @@ def load_rows(
     """
     load = f"concurrency {concurrency}" + (f", {context} prompt tokens" if context else "")
     names, categories = [name for name, _ in prompts], dict(prompts)
-    answers = [
-        dict(zip(names, (reply for block in blocks for reply in block.replies), strict=True)) for blocks in sides
-    ]
+    replies_by_side = [[reply for block in blocks for reply in block.replies] for blocks in sides]
+    answers = [dict(zip(names, replies, strict=True)) for replies in replies_by_side]
     greedy, rows = temperature == 0, []
     for number, (replies, blocks) in enumerate(zip(answers, sides, strict=True)):
         label, method = (f"{load}, baseline", BASELINE) if number else (load, "server")
@@ -168,6 +167,5 @@ def _quantiles(values: Sequence[float]) -> dict[str, float] | None:
 
 def _interval(over_P: Floats, under_P: Floats) -> list[float] | None:
     """Return the 95 % interval of the ratio of two sums over prompts."""
-    ratio_R1 = resampled_ratios(over_P[:, None], under_P[:, None])
-    interval = percentile_interval(None if ratio_R1 is None else ratio_R1[:, 0])
+    interval = percentile_interval(resampled_ratios(over_P[:, None], under_P[:, None]))
     return None if interval is None else list(interval)

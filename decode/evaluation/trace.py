@@ -49,9 +49,8 @@ def trace(
     """Decode one prompt as `engine.generate` does, and return the accepted and rejected draft tokens of each step."""
     watched = _Watched(method.verifier)
     steps = []
-    for step in generate(
-        target, method.proposer, watched, [prompt], limits, sampling, Rng.for_rows(seed, 1, target.device)
-    ):
+    rng = Rng([seed], target.device)
+    for step in generate(target, method.proposer, watched, [prompt], limits, sampling, rng):
         proposal, verdict = watched.last
         steps.append(_traced(proposal, verdict, len(step.new_ids[0]), bool(step.rejected[0]), int(step.examined[0])))
     return steps

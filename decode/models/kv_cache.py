@@ -70,9 +70,8 @@ class KVCache:
 
     def emptied(self) -> "KVCache":
         """Set the memory of this cache to zero, and return an empty cache that uses the same memory."""
-        for keys_LBHSE, values_LBHSE in self._stacks:
-            keys_LBHSE.zero_()
-            values_LBHSE.zero_()
+        for content_LBHSE in itertools.chain.from_iterable(self._stacks):
+            content_LBHSE.zero_()
         again = copy.copy(self)
         again._set([0] * len(self.lengths))
         return again
@@ -95,9 +94,8 @@ class KVCache:
         return more
 
     def swap_rows(self, first: int, second: int) -> None:
-        for stack in self._stacks:
-            for content_LBHSE in stack:
-                content_LBHSE[:, [first, second]] = content_LBHSE[:, [second, first]]
+        for content_LBHSE in itertools.chain.from_iterable(self._stacks):
+            content_LBHSE[:, [first, second]] = content_LBHSE[:, [second, first]]
 
     @property
     def uniform(self) -> bool:

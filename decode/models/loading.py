@@ -257,7 +257,9 @@ def load_model(
     else:
         check_family(config := load_config(source))
         is_packed = (dtype, held) == ("int8", "float32") and config.model_type in FAMILIES and compiled() is not None
-        model = _load(source, dtype="stored" if is_packed else held, **options)
+        settings |= {"dtype": "stored" if is_packed else held, "device_map": device_map, "progress": progress}
+        model = load_language_model(source, attn_implementation=attention, **settings)
+        model = model if device_map else model.to(device)
     if is_packed:
         _pack(model, progress)
     if dtype == "int8":
@@ -270,11 +272,6 @@ def load_model(
 def storage_dtype(dtype: str, device: str) -> str:
     """Return the dtype in which weights are loaded. For "int8", it is float32 on a CPU and bfloat16 elsewhere."""
     return dtype if dtype != "int8" else "float32" if device == "cpu" else "bfloat16"
-
-
-def _load(source: str, *, device: str, device_map: Any, attention: str | None, **settings: Any) -> PreTrainedModel:
-    model = load_language_model(source, device_map=device_map, attn_implementation=attention, **settings)
-    return model if device_map else model.to(device)
 
 
 def _pack(model: PreTrainedModel, progress: Callable[[int, int], None] | None) -> None:

@@ -66,8 +66,7 @@ class Seq2SeqModel(LanguageModel):
         if not isinstance(start_id, int):
             raise ValueError(f"{config.model_type!r} models need an integer decoder_start_token_id, got {start_id}")
         decoder: Any = model.decoder
-        self.model, self.config, self._decoder = model, config, decoder
-        self.start_id = start_id
+        self.model, self.config, self._decoder, self.start_id = model, config, decoder, start_id
         self.vocab_size = model.get_output_embeddings().weight.shape[0]
         self.hidden_size = config.d_model
         self.max_positions = NO_LIMIT  # all larger distances share one bias
@@ -95,9 +94,7 @@ class Seq2SeqModel(LanguageModel):
     def begin(self, prompts: Sequence[Sequence[int]], extra_slots: int) -> tuple[list[list[int]], SourceCache]:
         """Encode the prompts. Return the start token of each row, and a cache with the encoded prompts."""
         batch, lengths = len(prompts), [len(prompt) for prompt in prompts]
-        source_BT = torch.zeros(batch, max(lengths), dtype=torch.int64)
-        for row, prompt in enumerate(prompts):
-            source_BT[row, : len(prompt)] = torch.tensor(prompt)
+        source_BT = torch.nn.utils.rnn.pad_sequence([torch.tensor(prompt) for prompt in prompts], batch_first=True)
         # Padding is identified by position, because its token may also occur in the source.
         padding_BT = torch.arange(max(lengths)) >= torch.tensor(lengths)[:, None]
         source_BT, padding_BT = source_BT.to(self.device), padding_BT.to(self.device)

@@ -192,10 +192,8 @@ def certify_method(
     `load_or_decode` is called with a row number and a function that decodes a batch from this row on. It may return an
     earlier result instead. `progress` is called with the numbers of tested and planned tokens.
     """
-    method, reference = (
-        method or build_method(entry.method, parts, entry.sampling, **entry.options),
-        reference or target,
-    )
+    method = method or build_method(entry.method, parts, entry.sampling, **entry.options)
+    reference = reference or target
     cert = Certificate(
         label=entry.label,
         method=entry.method,

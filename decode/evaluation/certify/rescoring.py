@@ -24,11 +24,9 @@ from ...models.final_norm import norm_input
 from ...models.kv_cache import KVCache
 from ...models.loading import wrap_model
 from ...models.products.native import library_products
-from ...proposers.adaptive import AdaptiveChain
 from ...proposers.beams import DraftBeam
 from ...proposers.chains import DraftChains
-from ...proposers.draft_tree import DraftTree, ParallelChain
-from ...proposers.dynamic_tree import DynamicTree
+from ...proposers.draft_state import DrafterProposer
 from ...proposers.head_trees import HeadTree, PrunedHeadTree
 from ...proposers.ngrams import PromptLookup, TableChain, lookup
 from ...proposers.suffix import SuffixTree, longest_match
@@ -155,7 +153,7 @@ def make_draft_scorer(
     Scores are the probabilities of the drafters (mean), first head or table, or one-hot vectors of tokens that lookup
     finds. `reading` contains the target's hidden states. Returns None for drafters that need auxiliary hidden states.
     """
-    if isinstance(proposer, (AdaptiveChain, DraftBeam, DraftChains, DraftTree, DynamicTree, ParallelChain)):
+    if isinstance(proposer, (DrafterProposer, DraftBeam, DraftChains)):
         models = proposer.models if isinstance(proposer, DraftChains) else (proposer.model,)
         if any(model.required_aux_layers is not None for model in models):
             return None

@@ -99,18 +99,15 @@ def stress_method(
         method = build_method(entry.method, world.parts, check.sampling, **check_options)
         if not method.verifier.lossless:
             continue
-        most = (
-            check.prompts * check.limits.max_new_tokens
-            if check.sampling.greedy
-            else math.ceil(check.share * plan.tokens)
-        )
+        most = check.prompts * check.limits.max_new_tokens
+        tokens = most if check.sampling.greedy else math.ceil(check.share * plan.tokens)
         yield certify_method(
             world.target,
             world.parts,
             replace(entry, sampling=check.sampling),
             world.prompts[: check.prompts],
             check.limits,
-            replace(plan, tokens=most, level=plan.level / len(CHECKS), batch=check.batch),
+            replace(plan, tokens=tokens, level=plan.level / len(CHECKS), batch=check.batch),
             method=method,
             reference=world.judge,
             rounding=world.rounding,

@@ -41,10 +41,8 @@ class Passage(NamedTuple):
 
     def judge_only(self, ids: set[int]) -> "Passage":
         """Return a copy of the passage in which only tokens in `ids` are scored."""
-        judged = self.judged or [True] * len(self.text)
-        return self._replace(
-            judged=[bool(is_judged) and token in ids for is_judged, token in zip(judged, self.text, strict=True)]
-        )
+        pairs = zip(self.judged or [True] * len(self.text), self.text, strict=True)
+        return self._replace(judged=[bool(is_judged) and token in ids for is_judged, token in pairs])
 
 
 Drafts = Callable[[slice], list[tuple[Tensor, Tensor]]]

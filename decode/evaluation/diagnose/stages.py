@@ -136,21 +136,19 @@ def gaps(stages: Sequence[Stage]) -> list[dict[str, Any]]:
     for before, after in pairwise(stage for stage in stages if stage.value is not None):
         assert before.value is not None
         assert after.value is not None
-        first_R, second_R = _resampled(before), _resampled(after)
-        is_known = first_R is not None and second_R is not None
-        interval = percentile_interval(first_R - second_R, _LEVEL) if is_known else None  # type: ignore[operator]
-        lost = before.value - after.value
-        rows.append({"before": before.key, "after": after.key, "lost": lost, "interval": interval})
+        first_R1, second_R1 = _resampled(before), _resampled(after)
+        loss_R1 = None if first_R1 is None or second_R1 is None else first_R1 - second_R1
+        row = {"before": before.key, "after": after.key, "lost": before.value - after.value}
+        rows.append(row | {"interval": percentile_interval(loss_R1, _LEVEL)})
     return rows
 
 
 def _resampled(stage: Stage) -> Floats | None:
-    """Return bootstrap resamples of a stage's value, paired between stages that use the same prompts."""
+    """Return bootstrap resamples [R, 1] of a stage's value, paired between stages that use the same prompts."""
     if stage.sums is None:
         return None
     over_P, under_P = stage.sums
-    ratios_RG = resampled_ratios(over_P[:, None], under_P[:, None], seed=1 if stage.key == "files" else 0)
-    return None if ratios_RG is None else ratios_RG[:, 0]
+    return resampled_ratios(over_P[:, None], under_P[:, None], seed=1 if stage.key == "files" else 0)
 
 
 def stage_findings(

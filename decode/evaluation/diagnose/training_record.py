@@ -37,9 +37,7 @@ class TrainingRecord:
         saved = (self.manifest.data.get("source") or {}).get("template")
         if not isinstance(saved, dict) or set(saved) != {value.name for value in fields(Template)}:
             return False
-        values: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value for name, value in saved.items()
-        }
+        values: dict[str, Any] = {key: tuple(each) if isinstance(each, list) else each for key, each in saved.items()}
         before, after = (render(_EXAMPLE, value, tokenizer).ids.tolist() for value in (Template(**values), template))
         return bool(before != after)
 

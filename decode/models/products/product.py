@@ -172,13 +172,11 @@ class Product:
 
     def __call__(self, x_XI: Tensor) -> Tensor:
         """Return x Wᵀ + b, [X, O]."""
-        if self.few_rows is not None:
-            is_fast = self.few_rows.takes(len(x_XI))
-            output_XO = (
-                self.few_rows(x_XI.float(), self.added_O) if is_fast else self.few_rows.by_library(x_XI, self.bias_O)
-            )
-            return output_XO.to(x_XI.dtype)
-        return F.linear(x_XI.to(self.dtype), self.weight_OI, self.bias_O).to(x_XI.dtype)
+        if self.few_rows is None:
+            return F.linear(x_XI.to(self.dtype), self.weight_OI, self.bias_O).to(x_XI.dtype)
+        if self.few_rows.takes(len(x_XI)):
+            return self.few_rows(x_XI.float(), self.added_O).to(x_XI.dtype)
+        return self.few_rows.by_library(x_XI, self.bias_O).to(x_XI.dtype)
 
     def add_to(self, sum_XO: Tensor, x_XI: Tensor) -> Tensor:
         """Return sum_XO + x Wᵀ + b. On a GPU and without a bias, `sum_XO` is modified in place."""

@@ -54,7 +54,7 @@ class Variant(NamedTuple):
         if not len(other.steps_P) or not len(self.steps_P):
             return len(self.steps_P) > 0
         ratio_R1 = resampled_ratios((other.steps_P / other.tokens_P)[:, None], (self.steps_P / self.tokens_P)[:, None])
-        interval = percentile_interval(None if ratio_R1 is None else ratio_R1[:, 0], 0.99)
+        interval = percentile_interval(ratio_R1, 0.99)
         return interval is not None and interval[0] > 1
 
     def as_json(self) -> dict[str, Any]:
