@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -102,22 +103,14 @@ def _with_its_own_merges(tokenizer: Any, name: str, revision: str | None) -> Any
     """Sort the merges of a tokenizer by score if it has only a sentencepiece model, and return the tokenizer."""
     from transformers.utils import cached_file
 
-    def file(file_name: str) -> str | None:
-        return cached_file(
-            name,
-            file_name,
-            revision=revision,
-            _raise_exceptions_for_missing_entries=False,
-            _raise_exceptions_for_connection_errors=False,
-            _raise_exceptions_for_gated_repo=False,
-        )
-
+    faults = ("missing_entries", "connection_errors", "gated_repo")
+    lenient = {f"_raise_exceptions_for_{fault}": False for fault in faults}
+    find_file = partial(cached_file, name, revision=revision, **lenient)
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    model_file = file("tokenizer.model") if backend is not None else None
-    if backend is None or model_file is None:
+    if backend is None or (model_file := find_file("tokenizer.model")) is None:
         return tokenizer
     state = json.loads(backend.to_str())
-    if file("tokenizer.json") is None and state["model"]["type"] == "BPE":
+    if find_file("tokenizer.json") is None and state["model"]["type"] == "BPE":
         merges = _scored_merges(model_file, state["model"]["vocab"])
         if merges != [tuple(pair) for pair in state["model"]["merges"]]:
             state["model"]["merges"] = merges

@@ -3,7 +3,7 @@
 import difflib
 import re
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,12 @@ def gigabytes(size: float) -> str:
         if size >= worth:
             return f"{size / worth:,.2f} {unit}"
     return f"{size:.0f} bytes"
+
+
+def shared_length(left: Sequence[str], right: Sequence[str]) -> int:
+    """Return the length of the longest common prefix of two strings, or of two lists of strings."""
+    pairs = enumerate(zip(left, right, strict=False))
+    return next((index for index, (a, b) in pairs if a != b), min(len(left), len(right)))
 
 
 def first_line(error: BaseException) -> str:

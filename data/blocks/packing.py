@@ -113,15 +113,8 @@ def global_batch(blocks: int, batch_blocks: int, step: int, seed: int) -> np.nda
 
     Blocks are shuffled in each epoch, and a batch may span two epochs. The result depends only on the arguments.
     """
-    first = step * batch_blocks
-    parts: list[np.ndarray] = []
-    missing = batch_blocks
-    while missing:
-        epoch, offset = divmod(first, blocks)
-        part = _epoch(blocks, epoch, seed)[offset : offset + missing]
-        parts.append(part)
-        missing -= len(part)
-        first += len(part)
+    epochs, offsets = np.divmod(np.arange(step * batch_blocks, (step + 1) * batch_blocks), blocks)
+    parts = [_epoch(blocks, epoch, seed)[offsets[epochs == epoch]] for epoch in np.unique(epochs).tolist()]
     return np.concatenate(parts)
 
 

@@ -18,7 +18,8 @@ import numpy as np
 from ...checkpoints.storage.atomic import atomic_dir
 from ...checkpoints.storage.safe_read import file_hash, load_json
 from ..conversations import Conversation, collect_rarely
-from ..rendering.render import Rendered, Renderer, RenderReport
+from ..rendering.layout import Rendered
+from ..rendering.render import Renderer, RenderReport
 from ..rendering.templates import Template
 from .packing import Batch, Document, global_batch, make_batch, pack
 
@@ -40,7 +41,7 @@ def prepare(
     source: dict[str, Any],
     packing: str = "best-fit",
     last_turn_only: bool = False,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Callable[[int, int], None] = lambda rows, tokens: None,
 ) -> "PreparedData":
     """Render conversations, pack them into blocks of `block_tokens` and write the blocks to `out_dir` atomically.
 
@@ -59,7 +60,7 @@ def prepare(
         for conversation in conversations:
             yield conversation
             rows += 1
-            if progress is not None and rows % _PROGRESS_ROWS == 0:
+            if rows % _PROGRESS_ROWS == 0:
                 progress(rows, writer.tokens)
 
     with atomic_dir(out) as folder:
@@ -71,8 +72,7 @@ def prepare(
                 writer.add(document)
         if not writer.trained:
             raise ValueError(f"no token is supervised: {rows} conversations, blocks of {block_tokens} tokens")
-        if progress is not None:
-            progress(rows, writer.tokens)
+        progress(rows, writer.tokens)
         counts = writer.finish(block_tokens, packing)
         options = {"block_tokens": block_tokens, "packing": packing, "last_turn_only": last_turn_only}
         manifest = {"schema": SCHEMA, "source": source, "options": {"template": template.name} | options}

@@ -89,12 +89,9 @@ class _DroppedError(Exception):
 class Cleaner:
     """Cleaner that converts dialogues to conversations.
 
-    Args:
-        cleaning: Cleaning options.
-        report: Report that counts kept, changed and dropped rows.
-        evaluation_texts: Texts of the evaluation sets in `cleaning.contamination`.
-        tools: Whether to convert tool calls and results to turns, in the format of Hermes and Qwen.
-        questions: Whether to keep rows that contain only questions.
+    `report` counts kept, changed and dropped rows. `evaluation_texts` are the texts of the evaluation sets in
+    `cleaning.contamination`. With `tools`, tool calls and results are converted to turns, in the format of Hermes and
+    Qwen. With `questions`, rows that contain only questions are kept.
 
     Raises ValueError if a language is unknown, or a package is not installed.
     """
@@ -108,8 +105,7 @@ class Cleaner:
         tools: bool = False,
         questions: bool = False,
     ) -> None:
-        self.cleaning = cleaning
-        self.report = report
+        self.cleaning, self.report = cleaning, report
         self._tools, self._questions = tools, questions
         calls = {role: "assistant" if role == CALL_ROLE else "user" for role in TOOL_TAGS}
         self._roles = ROLES | (calls if tools else {}) | cleaning.roles
@@ -150,10 +146,8 @@ class Cleaner:
             if _blank(messages[0][1]):
                 raise _DroppedError("empty")
             return [Turn("assistant", messages[0][1])]
-        return [
-            Turn(role, str(text), not isinstance(text, ContextText))
-            for role, text in self._whole_exchanges(messages, changes)
-        ]
+        whole = self._whole_exchanges(messages, changes)
+        return [Turn(role, str(text), not isinstance(text, ContextText)) for role, text in whole]
 
     def _map_role(self, written: Iterable[tuple[Any, Any]], changes: set[str]) -> Messages:
         messages: Messages = []
@@ -171,8 +165,7 @@ class Cleaner:
                 text = _copy_context_mark(content, encodable(content))
                 if text != content:
                     changes.add("invalid characters replaced")
-                tag = TOOL_TAGS.get(written_role.strip().lower()) if self._tools else None
-                if tag is not None:
+                if self._tools and (tag := TOOL_TAGS.get(written_role.strip().lower())) is not None:
                     text, before = tool_text(tag, text), messages[-1] if messages else (None, "")
                     if before[0] == role and (tag == "tool_call" or before[1].endswith("</tool_response>")):
                         text = f"{messages.pop()[1]}\n{text}".lstrip("\n")

@@ -12,22 +12,13 @@ from typing import Any
 import numpy as np
 
 from ...checkpoints.storage.chat_templates import render_chat
+from ...checkpoints.storage.messages import shared_length
 from ..conversations import Conversation, Turn
 from .encoding import first_token, special_strings
-from .templates import Template, check_calls, in_parts, shared_length
+from .layout import Rendered
+from .templates import Template, check_calls, in_parts
 
 _THOUGHT = "</think>"
-
-
-@dataclass(slots=True)
-class ChatDocument:
-    """Rendered exchanges `first` to `last`, with ids int32 [T] and the spans [start, end) of supervised answers."""
-
-    ids: np.ndarray
-    spans: list[tuple[int, int]]
-    first: int
-    last: int
-    answer_cut: int = 0
 
 
 @dataclass(slots=True)
@@ -41,13 +32,14 @@ class _Draft:
     first: int
     last: int
 
-    def finished(self, limit: int) -> ChatDocument:
+    def finished(self, conversation: Conversation, limit: int) -> Rendered:
         starts, ends = np.array(self.places, dtype=np.int64).reshape(-1, 2).T
         # A span contains all tokens that overlap the answer.
         spans = [(int((ends <= start).sum()), int((starts < end).sum())) for start, end in self.answers]
         spans = [(start, min(end, limit)) for start, end in spans if start < min(end, limit)]
         cut = max(0, len(self.ids) - limit) if spans else 0
-        return ChatDocument(np.array(self.ids[:limit], dtype=np.int32), spans, self.first, self.last, cut)
+        ids = np.array(self.ids[:limit], dtype=np.int32)
+        return Rendered(ids, spans, conversation, self.first, self.last, answer_cut=cut)
 
 
 def shown_turns(conversation: Conversation, first: int, last: int) -> list[Turn]:
@@ -87,7 +79,7 @@ class ChatLayout:
         text = self._render(shown_turns(conversation, first, last), False, conversation.tools)
         return list(self.tokenizer(text, add_special_tokens=False).input_ids)
 
-    def documents(self, conversation: Conversation, limit: int) -> Iterator[ChatDocument]:
+    def documents(self, conversation: Conversation, limit: int) -> Iterator[Rendered]:
         """Yield documents of at most `limit` tokens. A document has no spans if its answer does not fit.
 
         Raises:
@@ -102,12 +94,12 @@ class ChatLayout:
                 if new.text.startswith(learned) and len(new.ids) <= limit:
                     new.answers = draft.answers + new.answers
                 else:
-                    yield draft.finished(limit)
+                    yield draft.finished(conversation, limit)
             if len(new.ids) > limit and first < number:  # a document without the history has more room
                 new = self._draft(conversation, number, number)
             draft = new
         if draft is not None:
-            yield draft.finished(limit)
+            yield draft.finished(conversation, limit)
 
     def _draft(self, conversation: Conversation, first: int, last: int) -> _Draft:
         if conversation.tools and conversation.tools not in self._checked:

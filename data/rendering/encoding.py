@@ -36,14 +36,9 @@ class After(Enum):
     TEXT = "text"  # other text without a space
 
 
-def special_tokens(tokenizer: Any) -> list[tuple[int, str]]:
-    """Return the ids and the strings of all special tokens."""
-    return [(number, token.content) for number, token in tokenizer.added_tokens_decoder.items() if token.special]
-
-
 def special_strings(tokenizer: Any) -> list[str]:
     """Return the strings of all special tokens."""
-    return [text for _, text in special_tokens(tokenizer)]
+    return [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
 
 
 def first_token(text: str, tokenizer: Any) -> tuple[int, int]:

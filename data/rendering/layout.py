@@ -1,4 +1,7 @@
-"""Tokenization of chat templates: token ids of the constant texts around the messages of a conversation."""
+"""Rendered documents, and tokenization of the constant texts of chat templates around the messages of a conversation.
+
+Shape suffixes: T tokens.
+"""
 
 import re
 from collections.abc import Sequence
@@ -26,6 +29,36 @@ class Parts:
     system: str | None
     questions: list[str]
     answers: list[str]  # a prompt has one answer fewer than questions; plain text is one answer without a question
+
+
+@dataclass(slots=True)
+class Rendered:
+    """Document with token `ids`, int32 [T], and `spans` [start, end) of the answers with their end of turn.
+
+    It contains the exchanges `first` to `last` of `conversation`. If a single exchange is too long, `question_cut`
+    tokens are removed from the start of the question and `answer_cut` tokens from the end of the answer.
+    """
+
+    ids: np.ndarray
+    spans: list[tuple[int, int]]
+    conversation: Conversation
+    first: int = 0
+    last: int = 0
+    question_cut: int = 0
+    answer_cut: int = 0
+
+    def exchanges(self) -> list[int]:
+        """Return the index of the exchange that each supervised span belongs to."""
+        answers = [turn for turn in self.conversation.turns if turn.role == "assistant"]
+        learned = [number for number in range(self.first, self.last + 1) if answers[number].is_learned]
+        return learned[len(learned) - len(self.spans) :]
+
+    def trainable(self) -> np.ndarray:
+        """Return the loss mask of the tokens, bool [T]."""
+        flags = np.zeros(len(self.ids), dtype=bool)
+        for start, end in self.spans:
+            flags[start:end] = True
+        return flags
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +124,9 @@ class Layout:
             system = None
         return Parts(conversation, system, questions, answers)
 
-    def prompt(self, turns: tuple[Turn, ...]) -> list[int]:
+    def prompt(self, turns: Sequence[Turn]) -> list[int]:
         """Tokenize turns as the prompt of the next answer."""
-        parts = self.parts(Conversation("prompt", turns), ends_with="user")
+        parts = self.parts(Conversation("prompt", tuple(turns)), ends_with="user")
         ids, starts = self.encoder.encode(*self.pieces([parts]))
         encoded = iter([ids[starts[i] : starts[i + 1]] for i in range(len(starts) - 1)])
         pieces: list[Any] = [self.bos, self.first_lead(parts).ids]
@@ -135,8 +168,7 @@ class Layout:
 
     def _head(self, text: str) -> tuple[str, str]:
         """Split the template text after a message at its first special token, or before a trailing space."""
-        match = self._special.search(text)
-        if match is not None:
+        if (match := self._special.search(text)) is not None:
             return text[: match.start()], text[match.start() :]
         return (text[:-1], " ") if text.endswith(" ") else (text, "")
 

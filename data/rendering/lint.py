@@ -12,12 +12,11 @@ from typing import Any
 import numpy as np
 
 from .chat import ChatLayout, without_thought
-from .render import Rendered
+from .layout import Rendered
 from .templates import OWN, Template, fill_tokens
 
-BROKEN_SPANS = (
-    "broken spans"  # none, empty, overlapping, out of order, outside the document, ids outside the vocabulary
-)
+# none, empty, overlapping, out of order or outside the document, or token ids outside the vocabulary
+BROKEN_SPANS = "broken spans"
 ANSWER_DIFFERS = "answer differs"  # the supervised tokens are not the complete answers with their ends of turn
 TEMPLATE_DIFFERS = "template differs"  # the ids are not those of the tokenizer's apply_chat_template
 QUESTION_DIFFERS = "question differs"  # the tokens before an answer do not contain its question
@@ -71,10 +70,8 @@ class Linter:
         # An answer ends with one special token, which other template text may precede.
         names = [token.content for number, token in tokenizer.added_tokens_decoder.items() if self._special[number]]
         closing = max((name for name in names if self._template.end.endswith(name)), key=len, default="")
-        self._end_text, self._end_id = (
-            self._template.end.removesuffix(closing),
-            tokenizer.convert_tokens_to_ids(closing),
-        )
+        self._end_text = self._template.end.removesuffix(closing)
+        self._end_id = tokenizer.convert_tokens_to_ids(closing)
         bos = tokenizer.bos_token_id
         adds_bos = bos is not None and not template.writes_bos and list(tokenizer("a").input_ids)[:1] == [bos]
         self._bos = [bos] if adds_bos else []
@@ -174,9 +171,8 @@ class Linter:
         if is_prefix:
             return any(_squash(whole).startswith(_squash(decoded).rstrip(UNKNOWN)) for whole in (text, heard))
         is_changed = _squash(heard) != _squash(text)
-        return decoded.removeprefix(" ") == heard.removeprefix(" ") or (
-            is_changed and _squash(decoded) == _squash(heard)
-        )
+        is_equal = decoded.removeprefix(" ") == heard.removeprefix(" ")
+        return is_equal or (is_changed and _squash(decoded) == _squash(heard))
 
 
 class PieceDecoder:
@@ -198,8 +194,7 @@ class PieceDecoder:
         return self.decode([list(encoded.input_ids)])[0]
 
     def _plain(self, pieces: list[list[int]]) -> list[str]:
-        backend = getattr(self._tokenizer, "backend_tokenizer", None)
-        if backend is not None:
+        if (backend := getattr(self._tokenizer, "backend_tokenizer", None)) is not None:
             return list(backend.decode_batch(pieces, skip_special_tokens=False))
         options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
         return [str(self._tokenizer.decode(ids, **options)) for ids in pieces]

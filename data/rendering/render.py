@@ -16,7 +16,7 @@ import numpy as np
 from ..conversations import Conversation, Turn
 from .chat import ChatLayout
 from .encoding import PieceEncoder
-from .layout import NO_IDS, Layout, Parts, check_turns
+from .layout import NO_IDS, Layout, Parts, Rendered, check_turns
 from .templates import OWN, Template
 
 _BATCH_CHARACTERS = 1 << 19  # large enough to use all cores, and small in memory
@@ -24,37 +24,6 @@ _BATCHES_AHEAD = 3
 _THREADS = 2  # two batches run concurrently, so that no core is idle at the end of a batch
 _NO_LIMIT = 1 << 62
 _LEAST_SPACE = 16  # minimum number of tokens for question and answer in a block
-
-
-@dataclass(slots=True)
-class Rendered:
-    """Document with token `ids`, int32 [T], and `spans` [start, end) of the answers with their end of turn.
-
-    It contains the exchanges `first` to `last` of `conversation`. If a single exchange is too long, `question_cut`
-    tokens are removed from the start of the question and `answer_cut` tokens from the end of the answer.
-    """
-
-    ids: np.ndarray
-    spans: list[tuple[int, int]]
-    conversation: Conversation
-    first: int = 0
-    last: int = 0
-    question_cut: int = 0
-    answer_cut: int = 0
-
-    def exchanges(self) -> list[int]:
-        """Return the index of the exchange that each supervised span belongs to."""
-        turns = self.conversation.turns
-        answers = [turn for turn in turns if turn.role == "assistant"]
-        learned = [number for number in range(self.first, self.last + 1) if answers[number].is_learned]
-        return learned[len(learned) - len(self.spans) :]
-
-    def trainable(self) -> np.ndarray:
-        """Return the loss mask of the tokens, bool [T]."""
-        flags = np.zeros(len(self.ids), dtype=bool)
-        for start, end in self.spans:
-            flags[start:end] = True
-        return flags
 
 
 @dataclass(slots=True)
@@ -88,8 +57,7 @@ def prompt_renderer(template: Template, tokenizer: Any) -> Callable[[Sequence[Tu
     """Return a function that renders turns with a template, and tokenizes them as the prompt of the next answer."""
     if template.name == OWN:
         return ChatLayout(template, tokenizer).prompt
-    layout = Layout(template, PieceEncoder(tokenizer))
-    return lambda turns: layout.prompt(tuple(turns))
+    return Layout(template, PieceEncoder(tokenizer)).prompt
 
 
 class Renderer:
@@ -124,10 +92,7 @@ class Renderer:
         for conversation in conversations:
             check_turns(conversation, ends_with="assistant")
             documents = list(self._chat.documents(conversation, limit))
-            values = [
-                (each.ids, each.spans, conversation, each.first, each.last, 0, each.answer_cut) for each in documents
-            ]
-            yield from self._count_documents([Rendered(*each) for each in values], len(conversation.turns) // 2, report)
+            yield from self._count_documents(documents, len(conversation.turns) // 2, report)
 
     def _layout_documents(self, conversations: Iterable[Conversation], report: RenderReport) -> Iterator[Rendered]:
         assert self._layout is not None

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ...checkpoints.storage.chat_templates import render_chat
-from ...checkpoints.storage.messages import did_you_mean
+from ...checkpoints.storage.messages import did_you_mean, shared_length
 from ..conversations import Turn, tool_text
 from .encoding import first_token, special_strings
 
@@ -180,7 +180,7 @@ def own_template(tokenizer: Any, options: Mapping[str, Any]) -> Template:
         return Template(
             name=OWN,
             start="",
-            system=("", "") if _shows_system(chat) else None,
+            system=("", "") if _render_system(chat) else None,
             next="",
             middle="",
             end=suffix[: max(0, first_token(suffix, tokenizer)[1])],
@@ -221,17 +221,19 @@ def _constant_texts(chat: "_Chat") -> Template:
     lead, tail = _split_at(wholes[0].removeprefix(prompts[0]), _ANSWERS[0])
     if lead not in ("", " "):
         raise ValueError(f"the chat template adds {lead!r} before an answer, which is missing from its prompt")
-    end, after = _split_end(tail, chat.tokenizer)
-    following = prompts[1].removeprefix(wholes[0])
+    first, end = first_token(tail, chat.tokenizer)
+    if tail[first:end] not in special_strings(chat.tokenizer):
+        raise ValueError(f"template 'tokenizer': the chat template ends an answer with {tail!r}, not a special token")
+    following, padded = prompts[1].removeprefix(wholes[0]), chat.render(1, prompt=False, pad="  ")
     template = Template(
         name=OWN,
         start=start,
         system=_system(chat),
         next=_split_at(following, _QUESTIONS[1])[0],
         middle=middle + lead,
-        end=end,
-        after=after,
-        strips=_strips(chat),
+        end=tail[:end],
+        after=tail[end:],
+        strips=(f"  {_QUESTIONS[0]}  " not in padded, f"  {_ANSWERS[0]}  " not in padded),
         writes_bos=True,
         options=chat.options,
     )
@@ -318,47 +320,24 @@ def _split_at(text: str, mark: str) -> tuple[str, str]:
     return before, suffix
 
 
-def _split_end(tail: str, tokenizer: Any) -> tuple[str, str]:
-    """Split the text that follows an answer into the part up to its first special token, and the rest."""
-    candidates = [(tail.find(token), -len(token), token) for token in special_strings(tokenizer) if token in tail]
-    if not candidates:
-        raise ValueError(f"template 'tokenizer': the chat template ends an answer with {tail!r}, not a special token")
-    start, _, token = min(candidates)
-    return tail[: start + len(token)], tail[start + len(token) :]
+def _render_system(chat: _Chat) -> str:
+    """Render a system prompt and a question. Return "" if the template does not support system prompts."""
+    with suppress(ValueError):  # such as Gemma's: "system role not supported"
+        text = chat.render(1, prompt=True, system=_SYSTEM)
+        return text if _SYSTEM in text else ""
+    return ""
 
 
 def _system(chat: _Chat) -> tuple[str, str] | None:
-    try:
-        text = chat.render(1, prompt=True, system=_SYSTEM)
-    except ValueError:
-        return None  # such as Gemma's: "system role not supported"
-    if _SYSTEM not in text:
+    if not (text := _render_system(chat)):
         return None
     before, suffix = _split_at(text, _SYSTEM)
     return before, _split_at(suffix, _QUESTIONS[0])[0]
 
 
-def _shows_system(chat: _Chat) -> bool:
-    try:
-        return _SYSTEM in chat.render(1, prompt=True, system=_SYSTEM)
-    except ValueError:
-        return False
-
-
-def _strips(chat: _Chat) -> tuple[bool, bool]:
-    padded = chat.render(1, prompt=False, pad="  ")
-    return f"  {_QUESTIONS[0]}  " not in padded, f"  {_ANSWERS[0]}  " not in padded
-
-
 def in_parts(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Convert the content of each message to a list with one text part."""
     return [{**each, "content": [{"type": "text", "text": each["content"]}]} for each in messages]
-
-
-def shared_length(left: str, right: str) -> int:
-    """Return the length of the longest common prefix of two strings."""
-    pairs = enumerate(zip(left, right, strict=False))
-    return next((index for index, (a, b) in pairs if a != b), min(len(left), len(right)))
 
 
 def _rewrites(earlier: str, later: str) -> ValueError:

@@ -90,7 +90,7 @@ def documentation_conversations(
     heldout_share: float = 0.02,
     max_megabytes: float | None = None,
     seed: int = 0,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> tuple[list[Conversation], list[Conversation], dict[str, Any]]:
     """Build training and held-out conversations from the docstrings of the standard library and of packages.
 
@@ -110,7 +110,8 @@ def documentation_conversations(
     hashes: set[bytes] = set()
     duplicates = done = 0
     total = sum(len(package.files) for package in paths)
-    for package, path in _visit(paths, None if max_megabytes is None else max_megabytes * 1e6):
+    budget = None if max_megabytes is None else max_megabytes * 1e6
+    for done, (package, path) in enumerate(_visit(paths, budget), start=1):
         with collect_rarely():
             documented = list(_file_conversations(package, path))
         for key, conversation in documented:
@@ -122,9 +123,7 @@ def documentation_conversations(
             (heldout if _unit(f"heldout {key}") < heldout_share else train).append(conversation)
             package.bytes += sum(len(turn.text.encode()) for turn in conversation.turns)
             package.conversations += 1
-        done += 1
-        if progress is not None:
-            progress(done, total)
+        progress(done, total)
     report = {
         "packages": {p.name: {"conversations": p.conversations, "bytes": p.bytes} for p in paths},
         "skipped": skipped,

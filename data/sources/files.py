@@ -160,13 +160,11 @@ def _parquet_rows(path: Path, columns: Columns) -> _Rows:
         import pyarrow.parquet as parquet
     except ImportError as error:
         raise ValueError(f"{path}: reading .parquet requires pyarrow: {install_hint('train')}") from error
-    row = 0
     with parquet.ParquetFile(path, memory_map=True) as file:
-        names = list(columns(file.schema_arrow.names))
-        for batch in file.iter_batches(_BATCH_ROWS, columns=names):
-            for number in range(len(batch)):
-                row += 1
-                yield row, partial(_table_row, batch, number)
+        batches = file.iter_batches(_BATCH_ROWS, columns=list(columns(file.schema_arrow.names)))
+        places = ((batch, number) for batch in batches for number in range(len(batch)))
+        for row, (batch, number) in enumerate(places, start=1):
+            yield row, partial(_table_row, batch, number)
 
 
 def _table_row(batch: Any, number: int) -> Any:

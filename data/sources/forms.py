@@ -19,15 +19,8 @@ _CONTEXT = ("input", "context")  # texts that follow a question
 _SYSTEM = ("system", "system_prompt")
 _IDS = ("conversation_id", "id", "conversation_hash", "question_id", "prompt_id")
 _LEARNED = (
-    "weight",
-    "loss_weight",
-    "train",
-    "training",
-    "trainable",
-    "train_on_turn",
-    "loss",
-    "loss_mask",
-    "step_loss_mask",
+    *("weight", "loss_weight", "loss", "loss_mask", "step_loss_mask"),
+    *("train", "training", "trainable", "train_on_turn"),
 )
 """Message keys whose value is 0 or false if an answer is not supervised."""
 _KEYS = {"from", "value", "role", "content", "text", "tool_calls", CALL_ROLE, *THOUGHT_KEYS, *_LEARNED}
@@ -174,10 +167,8 @@ def _message_list(row: Row, column: str, value: Any) -> list[tuple[Any, Any]]:
         if "from" in fields and "value" in fields:
             pairs.append((fields["from"], _mark_context(fields, _content(fields["value"]))))
         elif "role" in fields and {"content", "text", "tool_calls", CALL_ROLE} & set(fields):
-            content, calls = (
-                _mark_context(fields, _content(fields.get("content", fields.get("text")))),
-                fields.get("tool_calls"),
-            )
+            content = _mark_context(fields, _content(fields.get("content", fields.get("text"))))
+            calls = fields.get("tool_calls")
             calls = calls if isinstance(calls, list) else [call for call in [fields.get(CALL_ROLE)] if call]
             if content or not calls:
                 pairs.append((fields["role"], content))

@@ -77,10 +77,8 @@ def _text(row: Row, column: str, value: Any) -> str:
 
 
 def _question(row: Row, prompt: str, *references: str) -> Dialogue:
-    columns = row.value
-    identity = columns["id"] if columns.get("id") is not None else row.name
-    known = tuple(text for text in references if text)
-    return Dialogue(str(identity), (("user", prompt),), "", "", known)
+    identity = row.name if row.value.get("id") is None else row.value["id"]
+    return Dialogue(str(identity), (("user", prompt),), "", references=tuple(filter(None, references)))
 
 
 def _summary(corpus: Corpus, row: Row) -> Dialogue:
