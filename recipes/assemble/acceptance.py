@@ -52,8 +52,7 @@ def drafter_measure(
     def parts_of(model: Any) -> Parts:
         return Parts(wrap_model(model, check=False))
 
-    settings = target.generation_config
-    return _measure_of(recipe, scorer, tokenizer, settings, prepared, positions, rows, parts_of)
+    return _measure_of(recipe, scorer, tokenizer, target.generation_config, prepared, positions, rows, parts_of)
 
 
 def check_measure(recipe: HeadsRecipe) -> None:
@@ -77,8 +76,7 @@ def heads_measure(recipe: HeadsRecipe, target: PreTrainedModel, tokenizer: Any, 
     """Return a function that measures the acceptance of prediction heads by decoding held-out prompts.
 
     Medusa heads are measured in Medusa decoding and, if `measure.sequences` is set, in SLiM decoding
-    (`slim_tokens_per_step`). EAGLE-3 heads, DFlash and DSpark drafters are measured in
-    speculative decoding.
+    (`slim_tokens_per_step`). EAGLE-3 heads, DFlash and DSpark drafters are measured in speculative decoding.
     """
     section = recipe.measure
     # The optimised forward pass copies weights, but training with `base` changes the weights of the target.

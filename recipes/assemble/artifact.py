@@ -48,8 +48,7 @@ _LEAST_PROMPTS = 8
 
 def fit_config(recipe: DrafterRecipe | HeadsRecipe, prepared: Prepared, measured: bool) -> FitConfig:
     """Return the settings of the training loop. `measured` permits selecting the best weights by acceptance."""
-    train = recipe.train
-    steps = train.steps
+    train, steps = recipe.train, recipe.train.steps
     if steps is None:
         steps = max(1, math.ceil(train.epochs * prepared.train.blocks / train.global_batch))
     best = "tokens_per_step" if measured and recipe.measure.keep == "best" else None

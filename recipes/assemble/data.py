@@ -36,8 +36,6 @@ NOT_OF_CONVERSATIONS = _WITHOUT_EFFECT | {"block_tokens", "packing"}
 """Fields of the data section that do not change the conversations."""
 _STYLES = ("", "bold green", "dim", "dim green")  # trained: green; special: dim
 _BEGIN, _END = "⟦⟧"  # around supervised text, for output without colour
-
-
 _HASHED = (f"train/{MANIFEST}", f"heldout/{MANIFEST}", "heldout.jsonl")
 """Files whose hashes are stored in report.json. The manifests contain the hashes of the arrays."""
 
@@ -63,7 +61,8 @@ def prepare_data(section: DataSection, tokenizer: Any, *, quiet: bool = False) -
 
     Raises ValueError if no conversation is held out, or the share of supervised tokens is below its minimum.
     """
-    check_heldout(section)
+    if not section.heldout_share and section.heldout_source is None:
+        raise ValueError("`data.heldout_share` must be above 0, or `data.heldout_source` set, to evaluate")
     check_writable(Path(section.cache) / "report.json")
     identity = data_identity(section, tokenizer, _WITHOUT_EFFECT)
     key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
@@ -92,22 +91,16 @@ def verify_data(prepared: Prepared, tokenizer: Any) -> None:
         data.verify(vocabulary_size(tokenizer))
 
 
-def check_heldout(section: DataSection) -> None:
-    """Raise ValueError if the data section holds out no conversations for evaluation."""
-    if not section.heldout_share and section.heldout_source is None:
-        raise ValueError("`data.heldout_share` must be above 0, or `data.heldout_source` set, to evaluate")
-
-
 def lint_data(section: DataSection, tokenizer: Any) -> list[str]:
     """Check the rendered documents and print examples. Return a message if too few are clean or supervised."""
     template = get_template(section.template, tokenizer, section.template_options)
     linter = Linter(tokenizer, template)
     render = Renderer(template, tokenizer, section.block_tokens, last_turn_only=section.last_turn_only)
     reports = [CorpusReport() for _ in section.parts()]
-    with counter("linting", "documents") as advance:
-        for document in render(_require_conversations(section, reports)):
-            linter.check(document)
-            advance(linter.report.documents, 0)
+    advance = counter("linting", "documents")
+    for document in render(_require_conversations(section, reports)):
+        linter.check(document)
+        advance(linter.report.documents)
     for document in linter.examples():
         console().rule(f"{document.conversation.id}", align="left")
         console().print(colour(document, tokenizer))
@@ -145,9 +138,9 @@ def _prepare(section: DataSection, tokenizer: Any, identity: dict[str, Any], fol
     names = ", ".join(part.source for part in section.parts())
     section = _with_heldout(section)
     with atomic_dir(folder) as unfinished:
-        with counter(f"preparing {names}", "conversations") as advance:
-            rows, out = _require_conversations(section, reports, hold=heldout.append), unfinished / "train"
-            train = prepare(rows, tokenizer, template, section.block_tokens, out, progress=advance, **options)
+        rows, out = _require_conversations(section, reports, hold=heldout.append), unfinished / "train"
+        advance = counter(f"preparing {names}", "conversations")
+        train = prepare(rows, tokenizer, template, section.block_tokens, out, progress=advance, **options)
         heldout = _select_heldout(section, heldout, reports)
         prepare(heldout, tokenizer, template, section.block_tokens, unfinished / "heldout", **options)
         write_conversations(heldout, unfinished / "heldout.jsonl")
@@ -318,9 +311,8 @@ def _source_identity(source: str, known: dict[str, list[Any]]) -> dict[str, Any]
     """Return the hashes of a local source's files (cached in `known`), or the name of a hub dataset."""
     path = Path(source).expanduser()
     if path.exists():
-        files = data_files(path, None) if path.is_dir() else [path]
-        names = [str(file.relative_to(path)) if path.is_dir() else file.name for file in files]
-        return {"files": {name: _sha256(file, known) for name, file in zip(names, files, strict=True)}}
+        folder, files = (path, data_files(path, None)) if path.is_dir() else (path.parent, [path])
+        return {"files": {str(file.relative_to(folder)): _sha256(file, known) for file in files}}
     return {"hub": source}
 
 

@@ -20,14 +20,14 @@ from ...data.rendering.templates import get_template
 from ...decode.models.draft_vocabulary import keep_tokens, kept_tokens
 from ...train.config import OnPolicy, Parallel
 from ...train.tasks.drafter import DrafterTask
-from ...train.teachers.teacher import ModelTeacher, Teacher, load_teacher
+from ...train.teachers.teacher import CachedTeacher, ModelTeacher, Teacher, load_teacher
 from ..schema.training import DrafterRecipe, ModelSection, VocabularySection, role_of
 from ..session.terminal import log
 from .acceptance import drafter_measure
 from .artifact import Run, check_target
 from .data import Prepared
 from .models import TrainableModel, build_model, check_vocabulary
-from .teacher import open_cache
+from .teacher import open_caches
 
 _FROM_TARGET = ("vocab_size", "max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -76,26 +76,23 @@ def _make_task(
     """Return the training task of a recipe, and the SHA-256 of the target if the task loads it."""
     parallel = None if recipe.parallel is None else parallel_of(recipe, model, prepared)
     taught_by_target = recipe.distils and recipe.teacher.cache is None
-    measure = None
+    measure = target_sha256 = None
     eval_teacher: ModelTeacher | None = None
-    target_sha256: str | None = None
-    known: dict[str, Any] = {}
     if recipe.target is not None and (taught_by_target or recipe.measure.prompts):
         section = recipe.teacher
         eval_teacher = load_teacher(recipe.target, section.dtype, device)
-        known["hash of the target"] = target_sha256 = eval_teacher.settings["target"]
+        target_sha256 = eval_teacher.settings["target"]
         check_target(eval_teacher.model, model, recipe.target, recipe.model.source)
         if recipe.measure.prompts:
             measure = drafter_measure(recipe, eval_teacher.model, model, tokenizer, prepared)
     teacher: Teacher | None = eval_teacher if taught_by_target else None
     if recipe.distils and recipe.teacher.cache is not None:
-        teacher = open_cache(recipe, prepared)
-    policy, on_policy = recipe.on_policy, None
-    if policy is not None:
+        teacher = CachedTeacher(*open_caches(recipe, prepared))
+    on_policy = None
+    if recipe.on_policy is not None:
         settings = (model if eval_teacher is None else eval_teacher.model).generation_config
         template = get_template(recipe.data.template, tokenizer, recipe.data.template_options)
-        ends = end_ids(tokenizer, template, settings)
-        on_policy = OnPolicy(**policy.model_dump(), stop_ids=ends)
+        on_policy = OnPolicy(**recipe.on_policy.model_dump(), stop_ids=end_ids(tokenizer, template, settings))
     task = DrafterTask(
         model,
         prepared.heldout if recipe.measure.blocks else None,
@@ -111,11 +108,10 @@ def _make_task(
     )
     task.title = role_of(recipe)
     # Settings that change the training or its metrics; a run with other settings cannot resume.
-    task.settings |= known
-    model_settings = recipe.model.model_dump(mode="json", exclude={"attention", "vocabulary"})
-    vocabulary = recipe.model.vocabulary
-    own = {} if vocabulary is None else {"vocabulary": vocabulary.model_dump(exclude_none=True)}
-    task.settings["model"] = model_settings | own
+    if eval_teacher is not None:
+        task.settings["hash of the target"] = target_sha256
+    own = {} if recipe.model.vocabulary is None else {"vocabulary": recipe.model.vocabulary.model_dump()}
+    task.settings["model"] = recipe.model.model_dump(mode="json", exclude={"attention", "vocabulary"}) | own
     task.settings["measure"] = recipe.measure.model_dump(mode="json", exclude={"keep"})
     return task, target_sha256
 

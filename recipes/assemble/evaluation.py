@@ -97,11 +97,8 @@ def open_recipe(recipe: EvaluateRecipe) -> LoadedPair:
         refs[name], drafter = _open_drafter(recipe, source, target, fits, load, model, tokenizer)
         drafters.append(drafter)
     if recipe.table is not None:
-        refs["table"], (manifest, table) = _open_part(
-            recipe.table,
-            "table",
-            lambda folder: copy.deepcopy(BigramTable.load(folder)),  # copied to memory, since files may change
-        )
+        refs["table"], (manifest, table) = _open_part(recipe.table, "table", BigramTable.load)
+        table = copy.deepcopy(table)  # in memory, since the files may change
         fits(manifest, name=f"the table {recipe.table}")
     parts = Parts(drafters[0] if drafters else None, heads, table, tuple(drafters[1:]))
     for entry in entries_of(recipe) if target.tree_fault else ():
@@ -225,10 +222,8 @@ def load_with_progress(source: str, **options: Any) -> PreTrainedModel:
 
 def load_target(recipe: EvaluateRecipe) -> PreTrainedModel:
     """Load the target of a recipe."""
-    model = load_with_progress(
-        recipe.target, dtype=recipe.dtype, device=device_of(recipe), device_map=recipe.device_map
-    )
-    return model.requires_grad_(False)
+    options = {"dtype": recipe.dtype, "device": device_of(recipe), "device_map": recipe.device_map}
+    return load_with_progress(recipe.target, **options).requires_grad_(False)
 
 
 def entries_of(recipe: EvaluateRecipe) -> list[Entry]:
@@ -266,8 +261,10 @@ class Case:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Settings that identify a run. A finished run is reused only if the settings are unchanged."""
-        return identity_of(self.recipe, self.prompts, self.pair)
+        """Settings, hashes and machine that identify a run. A change prevents the reuse of finished runs."""
+        settings = self.recipe.recorded(exclude={"out", "energy", "energy_batches", "energy_runs", "energy_context"})
+        settings |= {f"hash of the {name}": ref.sha256 for name, ref in self.pair.refs.items()}
+        return settings | {"prompts read": prompts_digest(self.prompts), "machine": machine(self.pair.device)}
 
     def texts(self, sampling: Sampling, bar: Bar = bar) -> list[list[int]]:
         """Generate the on-policy responses of the target to the prompts, as token ids."""
@@ -295,13 +292,6 @@ def open_case(recipe: EvaluateRecipe, skipped: SkippedPrompts | None = None) -> 
     if recipe.batch > 1:  # prompts of a batch are padded to the longest one
         loaded = sorted(loaded, key=lambda each: len(each[1]))
     return Case(recipe, pair, [prompt for prompt, _ in loaded], [ids for _, ids in loaded], limits, template)
-
-
-def identity_of(recipe: EvaluateRecipe, prompts: Sequence[Sequence[int]], pair: LoadedPair) -> dict[str, Any]:
-    """Return the settings, hashes and machine that identify runs. A change prevents the reuse of finished runs."""
-    settings = recipe.recorded(exclude={"out", "energy", "energy_batches", "energy_runs", "energy_context"})
-    settings |= {f"hash of the {name}": ref.sha256 for name, ref in pair.refs.items()}
-    return settings | {"prompts read": prompts_digest(prompts), "machine": machine(pair.device)}
 
 
 def prompts_digest(prompts: Sequence[Sequence[int]]) -> str:

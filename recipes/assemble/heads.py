@@ -30,6 +30,7 @@ from ...train.parallel.accelerate import zero_stage
 from ...train.tasks.dflash import DFlashTask, DSparkTask
 from ...train.tasks.heads import EagleTask, HeadsTask
 from ...train.tasks.medusa2 import Medusa2Task
+from ...train.teachers.teacher import CachedHidden
 from ..schema.data import Section
 from ..schema.training import HeadsRecipe, ModelSection
 from .acceptance import heads_measure
@@ -37,7 +38,7 @@ from .artifact import Run
 from .data import Prepared
 from .drafter import choose_mask, frequent_tokens
 from .models import TrainableModel, add_lora, check_vocabulary, load_trainable
-from .teacher import open_hidden
+from .teacher import open_caches
 
 BASE = "base"
 """Subdirectory of the artifact for a target that is trained jointly with its heads."""
@@ -97,7 +98,7 @@ def make_heads_run(recipe: HeadsRecipe, tokenizer: Any, prepare: Callable[[], Pr
 
 def _make_task(recipe: HeadsRecipe, tokenizer: Any, prepared: Prepared, target: Any, heads: Any) -> HeadsTask:
     """Return the training task of a recipe, including the acceptance measurement."""
-    states = None if recipe.hidden.cache is None else open_hidden(recipe, prepared)
+    states = None if recipe.hidden.cache is None else CachedHidden(*open_caches(recipe, prepared))
     dynamic = recipe.slot_weights == "d-pace"
     common: dict[str, Any] = {
         "head_weights": [1.0 if dynamic else recipe.weight_decay_by_head**head for head in range(recipe.num_heads)],
@@ -154,39 +155,37 @@ def _drop_layers(target: Any) -> None:
 
 def _new_heads(recipe: HeadsRecipe, target: Any, prepared: Prepared) -> PredictionHeads | AuxiliaryHeads:
     """Create heads initialised from the target, in float32, because 16-bit weights would lose small updates."""
-    weight_VD = target.get_output_embeddings().weight.detach()
+    head, proposed = target.get_output_embeddings(), None
+    if recipe.vocabulary is not None:
+        proposed = frequent_tokens(recipe.vocabulary.tokens, len(head.weight), prepared, "heads")
     if recipe.architecture != "medusa":
-        return _new_auxiliary(recipe, target, prepared)
+        return _new_auxiliary(recipe, target, prepared, proposed)
     shape, scale = LogitShape.of(target.config.get_text_config(decoder=True)), 1.0
-    start_VD = weight_VD.float() * shape.scale
+    start_VD = head.weight.detach().float() * shape.scale
     if recipe.states == "before-norm":
         scale, norm_D = _fit_before_norm(target, prepared)
         start_VD = start_VD * norm_D
     forms = (recipe.projection, recipe.rank, recipe.states)
     heads = PredictionHeads.from_lm_head(start_VD, recipe.num_heads, recipe.num_layers, *forms, scale=scale)
-    if recipe.vocabulary is not None and recipe.vocabulary.tokens is not None:
-        heads.propose(frequent_tokens(recipe.vocabulary.tokens, len(weight_VD), prepared, "heads"))
+    if proposed is not None:
+        heads.propose(proposed)
     if recipe.projection == "target":
-        head = target.get_output_embeddings()
         heads.attach(head.weight, head.bias, shape)
     return heads
 
 
-def _new_auxiliary(recipe: HeadsRecipe, target: Any, prepared: Prepared) -> AuxiliaryHeads:
+def _new_auxiliary(recipe: HeadsRecipe, target: Any, prepared: Prepared, proposed: Tensor | None) -> AuxiliaryHeads:
     """Create EAGLE-3 heads or a block drafter, initialised from the target, in float32."""
-    weight_VD, proposed = target.get_output_embeddings().weight.detach(), None
-    if recipe.vocabulary is not None and recipe.vocabulary.tokens is not None:
-        proposed = frequent_tokens(recipe.vocabulary.tokens, len(weight_VD), prepared, "heads")
+    weights = (target.get_input_embeddings().weight, target.get_output_embeddings().weight)
     if recipe.start is not None:
         heads = load_start(recipe, target).to(target.device, torch.float32)
-        return heads.attach(target.get_input_embeddings().weight, weight_VD).train().requires_grad_(True)
+        return heads.attach(*weights).train().requires_grad_(True)
     torch.manual_seed(recipe.train.seed)
     mask = 0
     if recipe.drafts_blocks:
-        mask = choose_mask("mask_token", recipe.mask_token, prepared, len(weight_VD), "heads")
+        mask = choose_mask("mask_token", recipe.mask_token, prepared, len(weights[1]), "heads")
     heads = build_auxiliary(recipe, target.config, mask, proposed)
-    heads = heads.to(target.device).attach(target.get_input_embeddings().weight, weight_VD)
-    return heads.begin_as(target)
+    return heads.to(target.device).attach(*weights).begin_as(target)
 
 
 def load_start(recipe: HeadsRecipe, target: Any) -> AuxiliaryHeads:
@@ -196,9 +195,8 @@ def load_start(recipe: HeadsRecipe, target: Any) -> AuxiliaryHeads:
     """
     folder = find_folder(str(recipe.start), [CONFIG_FILE, WHOLE_FILES[0]])
     if (kind := published_kind(folder)) is None:
-        raise ValueError(
-            f"`start`: {folder / CONFIG_FILE} is not that of EAGLE-3 heads, or of a DFlash or DSpark drafter"
-        )
+        known = "EAGLE-3 heads, or of a DFlash or DSpark drafter"
+        raise ValueError(f"`start`: {folder / CONFIG_FILE} is not that of {known}")
     embedding_VD = target.get_input_embeddings().weight.detach()
     heads = read_auxiliary(folder, target.config.get_text_config(decoder=True), embedding_VD)
     sizes: dict[str, Any] = {"architecture": kind, "layers": [*heads.layers]}
@@ -214,8 +212,8 @@ def load_start(recipe: HeadsRecipe, target: Any) -> AuxiliaryHeads:
         setting = getattr(getattr(recipe, section) if section else recipe, key)
         setting = setting.model_dump() if isinstance(setting, Section) else setting
         if setting != value and not (setting is None and name in ("layers", "mask_token")):
-            remedy = f"set {name}={json.dumps(value)}"
-            raise ValueError(f"`{name}` is {json.dumps(setting)}, but {recipe.start} has {json.dumps(value)}: {remedy}")
+            actual = json.dumps(value)
+            raise ValueError(f"`{name}` is {json.dumps(setting)}, but {recipe.start} has {actual}: set {name}={actual}")
     return heads
 
 

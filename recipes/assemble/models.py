@@ -61,15 +61,12 @@ class TrainableModel:
 
     def shapes(self) -> dict[str, Any]:
         """Return model dimensions and type for the manifest, and the base model of an adapter."""
-        head = self.model.get_output_embeddings()
-        added = {name for name, _ in self.model.named_parameters() if "lora_" in name}
-        counted = {name: weight.numel() for name, weight in self.model.named_parameters()}
-        trained = sum(weight.numel() for weight in self.model.parameters() if weight.requires_grad)
         alone = self.lora is not None and self.lora.export == "adapter"
+        saved = [weight for name, weight in self.model.named_parameters() if ("lora_" in name) == alone]
         return {
-            "vocab_size": head.weight.shape[0],
-            "parameters": sum(count for name, count in counted.items() if (name in added) == alone),
-            "trained_parameters": trained,
+            "vocab_size": self.model.get_output_embeddings().weight.shape[0],
+            "parameters": sum(weight.numel() for weight in saved),
+            "trained_parameters": sum(p.numel() for p in self.model.parameters() if p.requires_grad),
             "model_type": self.model.config.model_type,
             **({} if (proposed_R := kept_tokens(self.model)) is None else {"proposed_tokens": len(proposed_R)}),
             **({"base_model": self.adapter.peft_config[_ADAPTER_NAME].base_model_name_or_path} if alone else {}),
@@ -124,8 +121,8 @@ def model_from_config(section: ModelSection, attention: str | None) -> PreTraine
     settings = dict(section.config or {})
     kind = settings.pop("model_type")
     try:
-        known = vars(AutoConfig.for_model(kind))
-        names = [*known, *type(AutoConfig.for_model(kind)).attribute_map]
+        default = AutoConfig.for_model(kind)
+        names = [*vars(default), *default.attribute_map]
         unknown = sorted(set(settings) - set(names))
         if unknown:
             raise ValueError(f"unknown field {unknown[0]!r} of {kind}.{did_you_mean(unknown[0], names)}")
@@ -147,9 +144,8 @@ def model_from_config(section: ModelSection, attention: str | None) -> PreTraine
 def new_model(config: Any, attention: str | None) -> PreTrainedModel:
     """Create a model from a transformers config. Raise ValueError if the attention kernel is not available."""
     try:
-        return model_class(config).from_config(
-            config, **({} if attention is None else {"attn_implementation": attention})
-        )
+        options = {} if attention is None else {"attn_implementation": attention}
+        return model_class(config).from_config(config, **options)
     except ImportError as error:
         raise ValueError(f"`model.attention: {attention}` is not available: {error}") from error
 
@@ -161,7 +157,9 @@ def cut_layers(model: PreTrainedModel, layers: list[int], name: str, attention: 
     Raises ValueError if a layer does not exist, or if the layers are not stored in one list per stack.
     """
     config = model.config
-    depths = {key: getattr(config, key) for key in _depth_keys(config)}
+    depth = config.attribute_map.get("num_hidden_layers", "num_hidden_layers")
+    keys = [depth, "num_decoder_layers"] if config.is_encoder_decoder else [depth]
+    depths = {key: getattr(config, key) for key in keys}
     count = min(depths.values())
     if layers[-1] >= count:
         raise ValueError(f"`layers` must be between 0 and {count - 1} for {name}, got {layers[-1]}")
@@ -189,11 +187,6 @@ def cut_layers(model: PreTrainedModel, layers: list[int], name: str, attention: 
         keep_tokens(small, ids_R)
     small.generation_config = copy.deepcopy(model.generation_config)
     return small.eval()
-
-
-def _depth_keys(config: Any) -> list[str]:
-    key = config.attribute_map.get("num_hidden_layers", "num_hidden_layers")
-    return [key, "num_decoder_layers"] if config.is_encoder_decoder else [key]
 
 
 def _layer_lists(model: nn.Module, counts: set[int]) -> list[str]:

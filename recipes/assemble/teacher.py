@@ -21,7 +21,7 @@ from ...train.loop.checkpoints import data_fingerprint
 from ...train.parallel.accelerate import make_accelerator
 from ...train.parallel.processes import Interrupted, on_main
 from ...train.teachers.cache import CacheWriter, MakeRows, RowCache, Source, lock_cache
-from ...train.teachers.teacher import CachedHidden, CachedTeacher, CacheSource, HiddenSource, mean_mass
+from ...train.teachers.teacher import CacheSource, HiddenSource, mean_mass
 from ..schema.training import DrafterRecipe, HeadsRecipe, TableRecipe, TrainingRecipe
 from ..session.precision import settle_precision
 from ..session.stopping import Stoppable
@@ -55,28 +55,15 @@ def states_read(recipe: HeadsRecipe) -> str:
     return "-".join(["layers", *map(str, layers)])
 
 
-def open_cache(recipe: DrafterRecipe, prepared: Prepared) -> CachedTeacher:
-    """Open the teacher caches of the training and held-out data of a drafter."""
-    return CachedTeacher(*_open_caches(recipe, prepared))
-
-
-def open_hidden(recipe: HeadsRecipe, prepared: Prepared) -> CachedHidden:
-    """Open the hidden-state caches of the training and held-out data of heads."""
-    return CachedHidden(*_open_caches(recipe, prepared))
-
-
-def prepare_teacher(recipe: TrainingRecipe, accelerator: Any | None = None) -> Path:
-    """Run the target of a recipe on the training and held-out data, and cache its outputs.
+def prepare_teacher(recipe: TrainingRecipe) -> Path:
+    """Run the target of a recipe on its data, cache the outputs, and return the cache directory of the training data.
 
     An interrupted run resumes, and a finished cache is reused. With `accelerate launch`, the processes share the work
     and require a shared file system.
 
-    Returns:
-        Directory of the cache of the training data.
-
     Raises ValueError if the recipe sets no cache or no target, or there is too little free disk space.
     """
-    state = accelerator if accelerator is not None else make_accelerator("no")
+    state = make_accelerator("no")
     recipe = _check(settle_precision(recipe))
     tokenizer = load_tokenizer(recipe.tokenizer_source)
     on_main(state, partial(check_writable, _folder(recipe) / "report.json"))
@@ -122,7 +109,8 @@ def _parts(recipe: DrafterRecipe | HeadsRecipe, prepared: Prepared) -> list[_Par
     return parts
 
 
-def _open_caches(recipe: DrafterRecipe | HeadsRecipe, prepared: Prepared) -> list[RowCache]:
+def open_caches(recipe: DrafterRecipe | HeadsRecipe, prepared: Prepared) -> list[RowCache]:
+    """Open the caches of the training and the held-out data. Raise ValueError if one does not exist."""
     parts = _parts(_check(recipe), prepared)
     for part in parts:
         if not part.done:

@@ -23,7 +23,7 @@ from ..session.typed import typed_command
 from .artifacts.shipping import export, push
 from .artifacts.show import show
 from .diagnosis.doctor import doctor
-from .evaluation_cli import MethodsCommand, Overrides, bench, certify, evaluate, report, tune
+from .evaluation_cli import EngineName, MethodsCommand, Overrides, bench, certify, evaluate, report, tune
 
 app = typer.Typer(
     help="Train draft models, prediction heads and bigram tables for speculative decoding; benchmark and export them.",
@@ -78,13 +78,11 @@ def quickstart(
     models = [word for word in arguments or [] if "=" not in word]
     if len(models) > 2:
         raise ValueError(f"quickstart takes at most 2 models, a target and a drafter, got {len(models)}: {models}")
-    options = {"minutes": minutes, "seed": seed, "out": out} | dict(
-        zip(("target", "small_model"), models, strict=False)
-    )
+    named = dict(zip(("target", "small_model"), models, strict=False))
+    options = {"minutes": minutes, "seed": seed, "out": out} | named
     changes = {key: value for key, value in options.items() if value is not None}
     overrides = [word for word in arguments or [] if "=" in word]
-    loaded = load_recipe(recipe, overrides, options=changes, kinds=["quickstart"])
-    assert isinstance(loaded, QuickstartRecipe)
+    loaded = load_recipe(recipe, overrides, options=changes, kinds=[QuickstartRecipe])
     from .pairs.quickstart import run_quickstart
 
     run_quickstart(loaded)
@@ -102,7 +100,7 @@ def forge(
     temperature: Annotated[
         str | None, typer.Option(help="Temperatures to optimise for, such as 0,1 (default: 0).")
     ] = None,
-    engine: Annotated[str | None, typer.Option(help="Engine to tune for: vllm, sglang or llama.cpp.")] = None,
+    engine: EngineName = None,
     out: Annotated[str | None, typer.Option(help="Output directory (default: runs/forge).")] = None,
     plan: Annotated[bool, typer.Option("--plan", help="Print the plan and exit.")] = False,
 ) -> None:
@@ -117,8 +115,7 @@ def forge(
     changes |= {"prompts": prompts or None, "drafters": drafter or None}
     lists = [f"{name}=[{text}]" for name, text in (("batch", batch), ("temperature", temperature)) if text is not None]
     values = {"kind": "forge", "target": target} | {key: value for key, value in changes.items() if value is not None}
-    recipe = parse_recipe(values, "forge", [*lists, *(overrides or [])], kinds=("forge",))
-    assert isinstance(recipe, ForgeRecipe)
+    recipe = parse_recipe(values, "forge", [*lists, *(overrides or [])], kinds=[ForgeRecipe])
     from .pairs.forge import run_forge
 
     run_forge(recipe, plan)
@@ -260,8 +257,7 @@ def regenerate(recipe: RecipeName, overrides: Overrides = None) -> None:
     from ..schema.evaluation import RegenerateRecipe
     from ..schema.loading import load_recipe
 
-    loaded = load_recipe(recipe, overrides or [], kinds=["regenerate"])
-    assert isinstance(loaded, RegenerateRecipe)
+    loaded = load_recipe(recipe, overrides or [], kinds=[RegenerateRecipe])
     from .training.regenerate import run_regenerate
 
     if run_regenerate(loaded).failed:

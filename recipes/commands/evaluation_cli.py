@@ -31,8 +31,6 @@ class MethodsCommand(typer.core.TyperCommand):
 
 
 Overrides = Annotated[list[str] | None, typer.Argument(help="Recipe values to change, as key.path=value.")]
-RecipeOrTarget = Annotated[str | None, typer.Argument(help="Recipe file or name; if omitted, pass --target.")]
-Target = Annotated[str | None, typer.Option(help="Directory or hub id of the target.")]
 ResultsFile = Annotated[str | None, typer.Option(help="Results file (.json).")]
 Methods = Annotated[
     list[str] | None,
@@ -51,9 +49,9 @@ ENERGY_BATCHES = [1, 2, 4, 8, 16]
 class Evaluation:
     """Command-line arguments that `evaluate`, `certify` and `tune` share."""
 
-    recipe: RecipeOrTarget = None
+    recipe: Annotated[str | None, typer.Argument(help="Recipe file or name; if omitted, pass --target.")] = None
     overrides: Overrides = None
-    target: Target = None
+    target: Annotated[str | None, typer.Option(help="Directory or hub id of the target.")] = None
     drafter: Annotated[str | None, typer.Option(help="Directory or hub id of a draft model.")] = None
     heads: Annotated[str | None, typer.Option(help="Directory or hub id of prediction heads.")] = None
     table: Annotated[str | None, typer.Option(help="Directory or hub id of a bigram table.")] = None

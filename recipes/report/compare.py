@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from .tables import Cell, Column, Table, number_cell
+from .tables import Cell, Column, Row, Table, number_cell
 
 METRICS = {
     "tokens_per_step": "Tokens per step",
@@ -14,7 +14,6 @@ METRICS = {
 """Mapping from the metrics that are compared to table captions."""
 _SETTINGS = ("target", "prompts", "max_new_tokens", "top_k", "top_p", "dtype")
 Results = Mapping[str, Any]
-Row = Mapping[str, Any]
 
 
 class Comparison(NamedTuple):
@@ -61,9 +60,8 @@ def _differences(first: str, name: str, one: Results, other: Results) -> list[st
     """Return notes on differences between two results in machine, settings, prompts and package versions."""
     both = (one, other)
     about = ("device", "name", "cores", "threads")
-    facts: dict[str, list[Any]] = {
-        "machine": [", ".join(str(result["machine"].get(key)) for key in about) for result in both]
-    }
+    machines = [", ".join(str(result["machine"].get(key)) for key in about) for result in both]
+    facts: dict[str, list[Any]] = {"machine": machines}
     facts |= {key: [result["recipe"].get(key) for result in both] for key in _SETTINGS}
     facts["hash of the prompts"] = [result.get("prompts_sha256") for result in both]
     versions = [result["machine"].get("versions") or {} for result in both]
@@ -71,7 +69,7 @@ def _differences(first: str, name: str, one: Results, other: Results) -> list[st
     notes: list[str] = [
         f"{key}: {pair[0]} ({first}), {pair[1]} ({name})" for key, pair in facts.items() if pair[0] != pair[1]
     ]
-    if facts["machine"][0] != facts["machine"][1]:
+    if machines[0] != machines[1]:
         notes[0] += ": compare speedups over the baseline, not tokens per second"
     return notes
 

@@ -13,7 +13,7 @@ from ..schema.results import BENCH, derive_path, load_results
 from ..session.terminal import console, log
 from .certificate import KIND, certificate_section, load_certificate
 from .charts import method_charts
-from .compare import Comparison, compare
+from .compare import Comparison, Results, compare
 from .tables import (
     BASELINE,
     BENCH_COLUMNS,
@@ -32,8 +32,6 @@ from .tables import (
     number,
     render,
 )
-
-Results = Mapping[str, Any]
 
 
 def report_path(results: Path) -> Path:

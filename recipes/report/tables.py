@@ -141,11 +141,6 @@ def _lossless(row: Row) -> Cell:
     return Cell(("yes" if row.get("lossless") else "no") + identical, int(bool(row.get("lossless"))), note)
 
 
-def _share_cell(pair: Any) -> Cell:
-    """Return a cell with a fraction such as `3/4`, or a dash."""
-    return Cell(f"{pair[0]}/{pair[1]}" if pair else DASH)
-
-
 def speedup_cell(row: Row) -> Cell:
     """Return a cell with the speedup of a row. The cell is marked if the time measurements are unsteady."""
     cell = number_cell(row.get("speedup"))
@@ -167,21 +162,19 @@ _STEP = (
 _BOUND = (_metric("bound", "bound", unit="×"), _metric("share", "efficiency", unit="of bound"))
 _PERPLEXITY = _metric("perplexity", "perplexity", unit="of output")
 _ROUGE = _metric("ROUGE-L", "rouge_l", 3, "F-measure")
-SPEED = (
-    Metric(Column("T", "temperature"), lambda row: Cell(f"{row['temperature']:g}", row["temperature"])),
-    _LOSSLESS,
-    *_STEP,
-    *_BOUND,
-    _metric("over transformers", "speedup_over_transformers", unit="×"),
-)
+_TEMPERATURE = Metric(Column("T", "temperature"), lambda row: Cell(f"{row['temperature']:g}", row["temperature"]))
+_OVER_TRANSFORMERS = _metric("over transformers", "speedup_over_transformers", unit="×")
+SPEED = (_TEMPERATURE, _LOSSLESS, *_STEP, *_BOUND, _OVER_TRANSFORMERS)
 QUALITY = (_LOSSLESS, _PERPLEXITY, _ROUGE, _metric("output", "tokens", 0, "tokens"))
 TERMINAL = (*_STEP, *_BOUND, _LOSSLESS)
 """Table columns that fit into a terminal with a width of 80 characters."""
 _PER_TOKEN = _metric("per token", "ms_per_token", 1, "ms")
-_SAME = Metric(Column("same", "greedy text"), lambda row: _share_cell(row.get("identical_to_greedy")))
+_SAME = Metric(
+    Column("same", "greedy text"), lambda row: Cell("/".join(map(str, row.get("identical_to_greedy") or [DASH])))
+)
 BENCH_TERMINAL = (*_STEP, _PER_TOKEN, _SAME)
 BENCH_COLUMNS = (
-    Metric(Column("T", "temperature"), lambda row: Cell(f"{row['temperature']:g}", row["temperature"])),
+    _TEMPERATURE,
     *_STEP,
     _metric("first token", "ms_to_first.median", 0, "ms"),
     _PER_TOKEN,

@@ -2,11 +2,11 @@
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ...checkpoints.storage.redaction import without_secrets
 from ...data.cleaning.cleaner import Cleaning
-from .errors import describe
+from .errors import checked
 
 
 class Section(BaseModel):
@@ -17,14 +17,6 @@ class Section(BaseModel):
     def recorded(self, **parts: Any) -> dict[str, Any]:
         """Return the section as JSON values without secrets. `parts` are arguments of pydantic's `model_dump`."""
         return dict(without_secrets(self.model_dump(mode="json", **parts)))
-
-
-def check_cleaning(options: dict[str, Any]) -> None:
-    """Raise ValueError if `options` contains an unknown cleaning option or an invalid value."""
-    try:
-        Cleaning(**options)
-    except ValidationError as error:
-        raise ValueError("; ".join(describe(Cleaning, fault, "clean") for fault in error.errors())) from error
 
 
 class PlaceSection(Section):
@@ -101,5 +93,5 @@ class DataSection(PlaceSection):
             raise ValueError(f"set exactly one of `source` (a corpus) and `mixture` (several), got {state}")
         if self.source is None and any(getattr(self, name) for name in PlaceSection.model_fields):
             raise ValueError(f"`mixture`: set {', '.join(PlaceSection.model_fields)} in each corpus instead")
-        check_cleaning(self.clean)
+        checked(Cleaning, self.clean, "clean")
         return self

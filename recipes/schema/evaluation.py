@@ -5,8 +5,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from ...data.cleaning.cleaner import Cleaning
 from ...data.sources.registry import find_corpus
-from .data import PlaceSection, Section, check_cleaning
+from .data import PlaceSection, Section
+from .errors import checked
 from .training import DrafterRecipe, HeadsRecipe, TableRecipe
 
 
@@ -231,7 +233,7 @@ class RegenerateRecipe(PlaceSection, _Decoding):
         if (self.target is None) == (self.server is None):
             state = "both" if self.target else "neither"
             raise ValueError(f"set exactly one of `target` (decode locally) and `server`, got {state}")
-        check_cleaning(self.clean)
+        checked(Cleaning, self.clean, "clean")
         return self
 
 

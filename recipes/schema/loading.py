@@ -3,8 +3,9 @@
 import re
 import typing
 from collections.abc import Hashable, Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import yaml
 from pydantic import ValidationError
@@ -19,7 +20,7 @@ from .errors import describe
 from .evaluation import EvaluateRecipe, QuickstartRecipe, RegenerateRecipe
 from .forge import ForgeRecipe
 from .serving import BenchRecipe
-from .training import DrafterRecipe, HeadsRecipe, TableRecipe, TrainingRecipe
+from .training import TrainingRecipe
 
 
 class ModelFile(Section):
@@ -38,28 +39,12 @@ class ModelFile(Section):
     """Values that are merged only into recipes of this kind."""
 
 
-Recipe = (
-    DrafterRecipe
-    | HeadsRecipe
-    | TableRecipe
-    | EvaluateRecipe
-    | RegenerateRecipe
-    | QuickstartRecipe
-    | BenchRecipe
-    | ForgeRecipe
-    | ModelFile
-)
+Recipe = TrainingRecipe | EvaluateRecipe | RegenerateRecipe | QuickstartRecipe | BenchRecipe | ForgeRecipe | ModelFile
 RECIPES: dict[str, type[Section]] = {
-    "drafter": DrafterRecipe,
-    "heads": HeadsRecipe,
-    "table": TableRecipe,
-    "evaluate": EvaluateRecipe,
-    "regenerate": RegenerateRecipe,
-    "quickstart": QuickstartRecipe,
-    "bench": BenchRecipe,
-    "forge": ForgeRecipe,
-    "model": ModelFile,
+    typing.get_args(model.model_fields["kind"].annotation)[0]: model for model in typing.get_args(Recipe)
 }
+"""Mapping from the kinds of recipes to their schemas."""
+Model = TypeVar("Model", bound=Section)
 
 SHIPPED = Path(__file__).parents[1]
 _LEFT_OUT = ("", "pairs/", "evaluate/")
@@ -115,12 +100,9 @@ def launch_settings() -> dict[str, Path]:
 
 def first_sentence(path: Path) -> str:
     """Return the first sentence of the comment at the top of a recipe, without the command in the first line."""
-    comment: list[str] = []
-    for line in path.read_text(encoding="utf-8").splitlines()[1:]:
-        if not line.startswith("#"):
-            break
-        comment.append(line.removeprefix("#").strip())
-    return re.split(r"[.;:](?:\s|$)", " ".join(comment))[0]
+    lines = path.read_text(encoding="utf-8").splitlines()[1:]
+    comment = takewhile(lambda line: line.startswith("#"), lines)
+    return re.split(r"[.;:](?:\s|$)", " ".join(line.removeprefix("#").strip() for line in comment))[0]
 
 
 def find_recipe(name: str) -> Path:
@@ -192,8 +174,8 @@ def load_recipe(
     overrides: Sequence[str] = (),
     *,
     options: Mapping[str, Any] | None = None,
-    kinds: Sequence[str] = tuple(RECIPES),
-) -> Recipe:
+    kinds: Sequence[type[Model]] = tuple(RECIPES.values()),  # type: ignore[arg-type]
+) -> Model:
     """Load and validate a recipe, given its path or shipped name. See `parse_recipe` for the other arguments.
 
     Overrides without `=` name model files (see `ModelFile`), which are merged into the recipe first.
@@ -208,7 +190,7 @@ def load_recipe(
 
 def read_model(path: Path) -> ModelFile:
     """Load and validate a model file. Raise ValueError if it is invalid."""
-    return typing.cast(ModelFile, parse_recipe(read_recipe(path), str(path), kinds=("model",)))
+    return parse_recipe(read_recipe(path), str(path), kinds=[ModelFile])
 
 
 def _add_model(values: dict[str, Any], name: str) -> dict[str, Any]:
@@ -231,9 +213,7 @@ def _add_model(values: dict[str, Any], name: str) -> dict[str, Any]:
 
 def load_training(name: str, overrides: Sequence[str] = ()) -> TrainingRecipe:
     """Load and validate a recipe for `draftsmith train`; see `load_recipe`."""
-    recipe = load_recipe(name, overrides, kinds=("drafter", "heads", "table"))
-    assert isinstance(recipe, TrainingRecipe)
-    return recipe
+    return load_recipe(name, overrides, kinds=typing.get_args(TrainingRecipe))
 
 
 def parse_recipe(
@@ -242,8 +222,8 @@ def parse_recipe(
     overrides: Sequence[str] = (),
     *,
     options: Mapping[str, Any] | None = None,
-    kinds: Sequence[str] = tuple(RECIPES),
-) -> Recipe:
+    kinds: Sequence[type[Model]] = tuple(RECIPES.values()),  # type: ignore[arg-type]
+) -> Model:
     """Apply overrides to a recipe and validate it. Modifies `values` in place.
 
     Args:
@@ -251,7 +231,7 @@ def parse_recipe(
         description: Name of the recipe in messages, such as its file.
         overrides: Overrides of the form `key.path=value` with YAML values, applied last.
         options: Overrides as a mapping from key path to value, applied first.
-        kinds: Kinds of recipes that the caller supports.
+        kinds: Schemas of the recipes that the caller supports.
 
     Raises ValueError if the recipe is invalid. The message lists the invalid keys and similar valid names.
     """
@@ -269,10 +249,11 @@ def parse_recipe(
     if not isinstance(kind, str) or kind not in RECIPES:
         near = did_you_mean(str(kind), list(RECIPES))
         raise ValueError(f"{description}: `kind` must be one of {', '.join(RECIPES)}, got {kind!r}.{near}")
-    if kind not in kinds:
-        raise ValueError(f"{description} is a recipe of kind {kind!r}, but this command takes {', '.join(kinds)}")
+    accepted = [name for name, model in RECIPES.items() if model in kinds]
+    if kind not in accepted:
+        raise ValueError(f"{description} is a recipe of kind {kind!r}, but this command takes {', '.join(accepted)}")
     try:
-        return typing.cast(Recipe, RECIPES[kind].model_validate(values))
+        return typing.cast(Model, RECIPES[kind].model_validate(values))
     except ValidationError as error:
         # If a field may be a section or a name, pydantic reports an invalid section as an invalid name, too.
         faults = [fault for fault in error.errors() if fault["loc"][-1:] != ("str",)]

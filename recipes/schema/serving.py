@@ -52,7 +52,3 @@ class BenchRecipe(Section):
         if self.baseline_model is not None and self.baseline is None:
             raise ValueError(f"`baseline_model` requires `baseline`, got {self.baseline_model!r} without it")
         return self
-
-    def sources(self) -> list[str]:
-        """Return the prompts of the recipe: a file, directory or hub id."""
-        return [source for source in (self.prompts, self.prompts_path) if source is not None]

@@ -388,17 +388,13 @@ class HeadsRecipe(_Recipe):
             raise ValueError("`projection: target` with `num_layers: 0` has nothing to train")
         if self.projection == "target" and self.states == "before-norm":
             raise ValueError("`projection: target` reads states after the final norm: `states` cannot be before-norm")
-        if self.vocabulary is not None:
-            shares = self.projection == "target" or self.architecture != "medusa"
-            if not shares:
-                raise ValueError("`vocabulary` requires `projection: target`")
-            if self.base is not None:
-                raise ValueError("`vocabulary` copies rows of a frozen target: remove `base`")
-        if self.hidden.cache is None:
-            return self
-        if self.num_heads > 15:
+        if self.vocabulary is not None and self.architecture == "medusa" and self.projection != "target":
+            raise ValueError("`vocabulary` requires `projection: target`")
+        if self.vocabulary is not None and self.base is not None:
+            raise ValueError("`vocabulary` copies rows of a frozen target: remove `base`")
+        if self.hidden.cache is not None and self.num_heads > 15:
             raise ValueError(f"`hidden.cache` supports at most 15 heads, got `num_heads` {self.num_heads}")
-        if self.base is not None:
+        if self.hidden.cache is not None and self.base is not None:
             raise ValueError("`hidden.cache` requires a frozen target: remove `base`")
         return self
 

@@ -38,15 +38,8 @@ def end_with_launcher() -> None:
 
 def run_launched(options: str, *arguments: str) -> None:
     """Run `accelerate launch OPTIONS -m draftsmith ARGUMENTS`. Raise ValueError if the command fails."""
-    command = [
-        sys.executable,
-        "-m",
-        "accelerate.commands.launch",
-        *shlex.split(options),
-        "-m",
-        "draftsmith",
-        *arguments,
-    ]
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", *shlex.split(options)]
+    command = [*launcher, "-m", "draftsmith", *arguments]
     with subprocess.Popen(command, stdout=sys.stderr, preexec_fn=end_with_parent) as process:
         status = process.wait()
     if status:

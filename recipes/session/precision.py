@@ -1,7 +1,7 @@
 """Selection of the data type for training on this machine."""
 
-import time
-from functools import cache
+import timeit
+from functools import cache, partial
 from typing import Any, TypeVar
 
 import torch
@@ -20,12 +20,7 @@ def bfloat16_slowdown() -> float:
     seconds = []
     for dtype in (torch.bfloat16, torch.float32):
         tokens, weight = torch.ones(64, 1024, dtype=dtype), torch.ones(1024, 1024, dtype=dtype)
-        times = []
-        for _ in range(4):
-            start = time.perf_counter()
-            tokens @ weight
-            times.append(time.perf_counter() - start)
-        seconds.append(min(times))
+        seconds.append(min(timeit.repeat(partial(torch.matmul, tokens, weight), number=1, repeat=4)))
     return seconds[0] / seconds[1]
 
 

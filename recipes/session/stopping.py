@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Self
 
 from ...train.parallel.processes import Interrupted, StopSignals
 from .terminal import Advance, bar, log
@@ -14,10 +13,6 @@ class Stoppable(StopSignals):
     def __init__(self, title: str, further: str = "; run the same command again to resume") -> None:
         super().__init__()
         self._what, self._further = title, further
-
-    def __enter__(self) -> Self:
-        super().__enter__()
-        return self
 
     def __call__(self) -> bool:
         """Return whether a stop signal (SIGINT or SIGTERM) has arrived."""

@@ -50,11 +50,10 @@ def log(text: str) -> None:
     Terminal(stderr=True, soft_wrap=True).print(text)
 
 
-@contextmanager
-def counter(title: str, unit: str) -> Iterator[Callable[[int, int], None]]:
-    """Log progress at intervals for work whose total is unknown. Yield a callback `advance(done, unused)`."""
+def counter(title: str, unit: str) -> Callable[..., None]:
+    """Return a callback `advance(done)` that logs progress at intervals, for work whose total is unknown."""
     advance = _lines(title, unit)
-    yield lambda done, _: advance(done, 0)
+    return lambda done, *_: advance(done, 0)
 
 
 class Advance(Protocol):

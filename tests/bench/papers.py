@@ -259,8 +259,7 @@ def metrics_of(row: Mapping[str, Any]) -> SimpleNamespace:
 
 def recipe_for(name: str, folder: Path, options: Any, **changes: Any) -> EvaluateRecipe:
     """Return a shipped recipe with small limits for the pair, without rows that need more heads than the pair has."""
-    recipe = load_recipe(f"evaluate/{name}", kinds=["evaluate"])
-    assert isinstance(recipe, EvaluateRecipe)
+    recipe = load_recipe(f"evaluate/{name}", kinds=[EvaluateRecipe])
     undistilled = folder / "drafter-stage1"
     drafters = [undistilled if undistilled.is_dir() else folder / "drafter", folder / "drafter", folder / "target"]
     heads = recipe_of_pair(folder).heads.num_heads

@@ -6,7 +6,7 @@ The counts of an interrupted run are stored in `<out>.state`, and the same comma
 import json
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, suppress
 from functools import partial
 from itertools import islice
@@ -183,31 +183,24 @@ class Share:
 
 
 def _count(recipe: TableRecipe, tokenizer: Any, pairs: PairCounter, share: Share, accelerator: Any) -> None:
-    is_main = accelerator.is_main_process
+    """Count the token pairs of a share, starting at document `pairs.position`, and save them if a signal arrives."""
+    is_main, first = accelerator.is_main_process, pairs.position or 0
     if pairs.tokens and is_main:
         log(f"table: resuming after {pairs.tokens:,} counted tokens")
-    stopping = Stoppable("table", "; run the same command again to resume")
-    with stopping, counter("table", "tokens") as advance, collect_rarely():
-        work = count_share(recipe, tokenizer, pairs, share, advance if is_main else lambda done, total: None)
-        while not stopping() and next(work, False):
-            pass
+    advance, saved = counter("table", "tokens"), time.monotonic()
+    documents = _documents(recipe, tokenizer, islice(share, first, None))
+    with Stoppable("table") as stopping, collect_rarely():
+        for batch in pack_documents(documents, first, recipe.count.memory_mb):
+            pairs.add(*batch)
+            if time.monotonic() - saved >= 60 * recipe.count.save_minutes:
+                pairs.spill()
+                saved = time.monotonic()
+            if is_main:
+                advance(pairs.tokens)
+            if stopping():
+                break
         pairs.spill()
     stopping.check(report=is_main)
-
-
-def count_share(
-    recipe: TableRecipe, tokenizer: Any, pairs: PairCounter, share: Share, advance: Callable[[int, int], None]
-) -> Iterator[bool]:
-    """Count the token pairs of a share, starting at document `pairs.position`. Yield True after each batch."""
-    options, saved, first = recipe.count, time.monotonic(), pairs.position or 0
-    documents = _documents(recipe, tokenizer, islice(share, first, None))
-    for batch in pack_documents(documents, first, options.memory_mb):
-        pairs.add(*batch)
-        if time.monotonic() - saved >= 60 * options.save_minutes:
-            pairs.spill()
-            saved = time.monotonic()
-        advance(pairs.tokens, 0)
-        yield True
 
 
 def _documents(

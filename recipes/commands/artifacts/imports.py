@@ -116,14 +116,9 @@ def _may_be_model(folder: Path) -> bool:
 
 
 def import_drafter(source: str, folder: Path, out: Path, target: str | None, *, unpickle: bool = False) -> None:
-    """Convert a model or a LoRA adapter to a drafter artifact. An adapter is merged into its base model.
+    """Convert a model or a LoRA adapter in `folder` to a drafter artifact. An adapter is merged into its base model.
 
-    Args:
-        source: Name of the model in messages and in the manifest.
-        folder: Directory that contains the files of the model.
-        out: Output directory, which must not exist or must be empty.
-        target: Target of the drafter.
-        unpickle: Whether to load pickled weights; only tensors are loaded from them.
+    `source` is its name in messages and in the manifest. The other arguments are as in `import_published`.
 
     Raises ValueError if `target` is None, if the source is an artifact, or if drafter and target are incompatible.
     """
@@ -206,17 +201,9 @@ def import_heads(
     target = target or source  # Medusa-2: the source contains the target that was trained jointly with the heads
     vocab_size = _check_target(target, stored)
     heads = stored.build(vocab_size)
-    save_artifact(
-        out,
-        kind="heads",
-        write=lambda folder: save_heads(heads, folder, target),
-        vocab_size=vocab_size,
-        tokenizer_fingerprint=tokenizer_fingerprint(load_tokenizer(target)),
-        target=_record_target(target),
-        shapes={name: getattr(heads, name) for name in _SHAPES},
-        training={"imported_from": source, "imported_file": stored.path.name},
-        command=typed_command(),
-    )
+    shapes = {name: getattr(heads, name) for name in _SHAPES}
+    training = {"imported_from": source, "imported_file": stored.path.name}
+    _save_as_heads(out, lambda folder: save_heads(heads, folder, target), target, shapes, training)
     log(f"heads: wrote {out}, for {target}")
 
 
@@ -249,11 +236,17 @@ def save_auxiliary(heads: AuxiliaryHeads, out: Path, target: str, training: dict
         write = partial(save_dflash, heads)
     if heads.proposed is not None:
         shapes["proposed_tokens"] = len(heads.proposed)
+    _save_as_heads(out, write, target, shapes, training)
+
+
+def _save_as_heads(
+    out: Path, write: Callable[[Path], None], target: str, shapes: dict[str, Any], training: dict[str, Any]
+) -> None:
     save_artifact(
         out,
         kind="heads",
         write=write,
-        vocab_size=heads.vocab_size,
+        vocab_size=shapes["vocab_size"],
         tokenizer_fingerprint=tokenizer_fingerprint(load_tokenizer(target)),
         target=_record_target(target),
         shapes=shapes,
@@ -279,8 +272,7 @@ def _check_target(target: str, stored: StoredHeads) -> int:
     if stored.projection != "target" and stored.vocab_size is not None:
         sizes["vocab_size"] = stored.vocab_size
     for name, size in sizes.items():
-        if getattr(text, name, None) != size:
-            expected = getattr(text, name, None)
+        if (expected := getattr(text, name, None)) != size:
             raise ValueError(f"{name} of the heads in {stored.path} is {size}, but the target {target} has {expected}")
     return int(text.vocab_size)
 

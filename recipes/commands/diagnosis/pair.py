@@ -57,7 +57,7 @@ def check_pair(
     overrides: Sequence[str] = (),
     as_json: bool = False,
 ) -> bool:
-    """Check a target and a drafter, and print the findings.
+    """Check a target and its drafter, heads or table, and print the findings.
 
     Args:
         target: Directory or hub id of the target.
@@ -183,9 +183,7 @@ def pair_verdict(target: str, drafter: str, consumer: str) -> str | None:
 def check_server(target: str, files: Sequence[Path]) -> bool:
     """Compare the results of a server and an evaluation, print findings, and return True if there are none.
 
-    Args:
-        target: Directory or hub id of the target, whose tokenizer counts the prompt tokens.
-        files: Results of `bench` and of `evaluate`, in any order.
+    The tokenizer of `target` counts the prompt tokens. `files` are results of `bench` and `evaluate`, in any order.
 
     Raises ValueError if `files` is not one file of each kind, or if no `speculative` row has the server's temperature.
     """

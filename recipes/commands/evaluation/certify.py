@@ -28,25 +28,17 @@ from .journal import Journal
 
 LEVEL = 1e-6
 """Maximum probability of one or more false positives in a certificate (family-wise significance level)."""
-TOKENS, BATCH = 4_000, 8
 _TEXTS = TypeAdapter(DecodedBatch)
-
-Certify = Callable[..., Certificate]
 
 
 def run_certify(
-    recipe: EvaluateRecipe, tokens: int = TOKENS, batch: int = BATCH, out: Path | None = None
+    recipe: EvaluateRecipe, tokens: int = 4_000, batch: int = 8, out: Path | None = None
 ) -> list[Certificate]:
     """Test whether each method of a recipe is lossless, first on a small pair (`stress.py`), then on the given pair.
 
-    If all rows are at temperature 0, lossless methods are also tested at temperature 1. The certificate file is updated
-    after each method, and an interrupted run resumes.
-
-    Args:
-        recipe: Evaluation recipe that contains the methods.
-        tokens: Number of tokens to test for each method at temperatures above 0. Tests of the small pair use more.
-        batch: Batch size.
-        out: Certificate file (default: next to the results).
+    If all rows are at temperature 0, lossless methods are also tested at temperature 1. Above temperature 0, `tokens`
+    tokens are tested for each method, and more on the small pair. The certificate file (`out`, by default next to the
+    results) is updated after each method, and an interrupted run resumes.
     """
     out = out or derive_path(Path(recipe.out), KIND)
     check_writable(out)
@@ -96,7 +88,7 @@ def run_certify(
     return certificates
 
 
-def _certifier(case: Case) -> Certify:
+def _certifier(case: Case) -> Callable[..., Certificate]:
     """Return a function that tests one method. It measures the rounding error once for each sampling configuration."""
     pair = case.pair
     # The judge uses the forward pass of transformers, so that errors in the optimised forward pass are detected too.
@@ -106,9 +98,9 @@ def _certifier(case: Case) -> Certify:
     def rounding(sampling: Sampling) -> Rounding:
         return measure_rounding(pair.target, case.prompts, sampling, reference=judge)
 
-    def certify(entry: Entry, plan: Plan, limits: Any = case.limits, **hooks: Any) -> Certificate:
+    def certify(entry: Entry, plan: Plan, **hooks: Any) -> Certificate:
         hooks |= {"reference": judge, "rounding": rounding(entry.sampling)}
-        return certify_method(pair.target, pair.parts, entry, case.prompts, limits, plan, **hooks)
+        return certify_method(pair.target, pair.parts, entry, case.prompts, case.limits, plan, **hooks)
 
     return certify
 

@@ -53,8 +53,7 @@ def evaluate_recipe(
     if name is None:
         changes = _direct(changes, names) | changes
     description = f"draftsmith {command} --target {changes['target']}" if name is None else str(path)
-    recipe = parse_recipe(values, description, overrides, options=changes, kinds=["evaluate"])
-    assert isinstance(recipe, EvaluateRecipe)
+    recipe = parse_recipe(values, description, overrides, options=changes, kinds=[EvaluateRecipe])
     if names:
         recipe = recipe.model_copy(update={"methods": choose_rows(recipe, names)})
     if name is None:

@@ -77,14 +77,9 @@ _MAX_LENGTH = 6  # maximum number of draft tokens when candidates are compared
 
 
 def run_forge(recipe: ForgeRecipe, plan_only: bool = False) -> dict[str, Any]:
-    """Find the fastest setup, and write `forge.json` and `forge.html`.
+    """Find the fastest setup, write `forge.json` and `forge.html`, and return the content of the JSON file.
 
-    Args:
-        recipe: Recipe of kind forge.
-        plan_only: Whether to measure costs without training, and to write `plan.json` and `plan.html` instead.
-
-    Returns:
-        Content of the JSON file: decisions and measurements.
+    With `plan_only`, costs are measured without training, and `plan.json` and `plan.html` are written instead.
 
     Raises ValueError if `out` contains a run of another recipe, if there are too few prompts, or if a stage fails.
     """
@@ -126,10 +121,9 @@ class _Forge:
             costs = measure_costs(self.base, self.out, self.questions.answered)
         self.shape, self.curve = ModelShape(**costs["shape"]), Curve(tuple(costs["nodes"]), tuple(costs["seconds"]))
         self.prefill = self.questions.tokens * costs["seconds"][-1] / costs["nodes"][-1]
-        answers = min(
-            self.questions.answered, int(BUDGET_SHARES["answers"] * self.seconds / costs["seconds_per_answer"])
-        )
-        candidates = self._plan((costs["eagle"], costs["dflash"]), answers, costs["seconds_per_answer"])
+        seconds = costs["seconds_per_answer"]
+        answers = min(self.questions.answered, int(BUDGET_SHARES["answers"] * self.seconds / seconds))
+        candidates = self._plan((costs["eagle"], costs["dflash"]), answers, seconds)
         if plan_only:
             return self._finish("plan")
         self.section = "Given drafters, and short training of all candidates"
@@ -171,10 +165,8 @@ class _Forge:
         rows = 2 * max(1, len(chosen) + len(self.recipe.drafters))  # each row is measured together with a baseline
         self.prompts = {each: self._count_prompts(each, BUDGET_SHARES["measure"], rows) for each in self.workloads}
         self._note(f"generating answers to {answers:,} of {self.questions.answered:,} prompts")
-        parts = {
-            "answers": answers * seconds_per_answer,
-            "certificates": len(self.workloads) * self._certificate_seconds(),
-        }
+        certifying = len(self.workloads) * _CERTIFYING * self._certified_tokens() * self.curve(1)
+        parts = {"answers": answers * seconds_per_answer, "certificates": certifying}
         parts["measuring and tuning"] = (BUDGET_SHARES["measure"] + BUDGET_SHARES["tune"]) * self.seconds
         costs = ", ".join(f"{duration(seconds)} for {name}" for name, seconds in parts.items() if seconds)
         extra = "; measurements in the engine are not included" if self.recipe.engine is not None else ""
@@ -200,21 +192,16 @@ class _Forge:
         tokens = min(int(share / (_CERTIFYING * self.curve(1))), _CERTIFIED[-1])
         return tokens if tokens in _CERTIFIED else 0
 
-    def _certificate_seconds(self) -> float:
-        return _CERTIFYING * self._certified_tokens() * self.curve(1)
-
     def _compare_given(self) -> None:
         """Measure the drafters in the recipe, and skip drafters that do not fit the target."""
         reader = self.recipe.engine or "draftsmith"
         for number, drafter in enumerate(dict.fromkeys(self.recipe.drafters), 1):
             try:
-                kind = kind_of(folder_of(drafter))
-                doubts = (
-                    None if kind in ("eagle", "dflash") else pair_verdict(str(self.out / "target"), drafter, reader)
-                )
-                if doubts is not None:
-                    self._note(f"{drafter}: `draftsmith doctor` reports for {reader}: {doubts}")
-                source = Source(drafter, kind, drafter)
+                source = Source(drafter, kind_of(folder_of(drafter)), drafter)
+                if source.kind not in ("eagle", "dflash"):
+                    doubts = pair_verdict(str(self.out / "target"), drafter, reader)
+                    if doubts is not None:
+                        self._note(f"{drafter}: `draftsmith doctor` reports for {reader}: {doubts}")
                 self._compare(source, f"given-{number}")
                 self.sources[drafter] = source
             except NotLosslessError:
@@ -286,9 +273,8 @@ class _Forge:
             steps = max(MIN_STEPS, int(SELECTION_SHARE * seconds / len(names) / rates[name]))
             trained[name] = self._train(known[name], steps)
             self._compare(trained[name], f"race-{known[name].slug}", known[name].cost)
-        first = dict.fromkeys(
-            max(names, key=lambda name: compared[name].speedup) for compared in self.compared.values()
-        )
+        fastest = (max(names, key=lambda name: compared[name].speedup) for compared in self.compared.values())
+        first = dict.fromkeys(fastest)
         self.section = "Full training, tuning and choice"
         self._note(f"training {', '.join(first)} for the rest of the time")
         seconds = (self._training_seconds("finish", "tune", "certify") + 3600 * self.recipe.more_hours) / len(first)

@@ -40,10 +40,8 @@ def check_engine(recipe: ForgeRecipe) -> None:
         if subprocess.run([program, "-c", look], check=False).returncode:
             raise ValueError(f"python on PATH cannot import {recipe.engine}: install it, or activate its environment")
     if recipe.engine == "llama.cpp" and (recipe.llama_cpp is None or not is_gguf(recipe.target)):
-        settings = f"got target {recipe.target} and llama_cpp {recipe.llama_cpp}"
-        raise ValueError(
-            f"llama.cpp requires a GGUF file as `target`, and a llama.cpp checkout as `llama_cpp`: {settings}"
-        )
+        needed = "a GGUF file as `target`, and a llama.cpp checkout as `llama_cpp`"
+        raise ValueError(f"llama.cpp requires {needed}: got target {recipe.target} and llama_cpp {recipe.llama_cpp}")
     if recipe.llama_cpp is not None:
         find_converter(Path(recipe.llama_cpp))
 

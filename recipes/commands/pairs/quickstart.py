@@ -121,9 +121,7 @@ def resolve(recipe: QuickstartRecipe) -> QuickstartRecipe:
                 part["target_dtype"] = "bfloat16"
     for name in ("answers", "evaluate"):
         values[name]["seed"] = recipe.seed
-    resolved = parse_recipe(values, "quickstart")
-    assert isinstance(resolved, QuickstartRecipe)
-    return resolved
+    return parse_recipe(values, "quickstart", kinds=[QuickstartRecipe])
 
 
 def fill_placeholder(value: Any, mark: str, folder: str) -> Any:
@@ -192,12 +190,8 @@ def make_corpus(recipe: QuickstartRecipe, folder: Path, *, min_heldout: int = 0)
     if sources:
         for part in (train, heldout):
             random.Random(recipe.seed).shuffle(part)
-        report |= {
-            "files": section.files,
-            "questions": section.questions,
-            "conversations": len(train) + len(heldout),
-            "heldout": len(heldout),
-        }
+        report |= {"files": section.files, "questions": section.questions}
+        report |= {"conversations": len(train) + len(heldout), "heldout": len(heldout)}
     with atomic_dir(folder) as unfinished:
         write_conversations(train, unfinished / "train.jsonl")
         write_conversations(heldout, unfinished / "heldout.jsonl")
@@ -228,7 +222,7 @@ def check_folder(file: Path, recipe: QuickstartRecipe | ForgeRecipe, free: Colle
     """
     if not file.is_file():
         return
-    stored: Any = parse_recipe(read_recipe(file), str(file), kinds=[recipe.kind])
+    stored = parse_recipe(read_recipe(file), str(file), kinds=[type(recipe)])
     fields = type(recipe).model_fields.keys() - set(free)
     if differing := sorted(name for name in fields if getattr(stored, name) != getattr(recipe, name)):
         names = ", ".join(differing)

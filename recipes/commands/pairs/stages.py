@@ -205,9 +205,7 @@ def base_of(recipe: ForgeRecipe) -> QuickstartRecipe:
     if recipe.prompts:
         values["corpus"] |= {"files": recipe.prompts, "megabytes": 0}
     values["corpus"]["heldout_share"] = recipe.heldout_share
-    base = parse_recipe(values, "forge", kinds=("quickstart",))
-    assert isinstance(base, QuickstartRecipe)
-    return resolve(base)
+    return resolve(parse_recipe(values, "forge", kinds=[QuickstartRecipe]))
 
 
 def with_heldout(base: QuickstartRecipe, answers: int) -> QuickstartRecipe:

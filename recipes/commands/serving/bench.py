@@ -48,9 +48,7 @@ def bench_recipe(
     for key, numbers in (("concurrency", concurrency), ("context", context)):
         if numbers is not None:
             overrides = [f"{key}=[{numbers}]", *overrides]
-    recipe = parse_recipe(values, name or "draftsmith bench", overrides, options=changes, kinds=(BENCH,))
-    assert isinstance(recipe, BenchRecipe)
-    return recipe
+    return parse_recipe(values, name or "draftsmith bench", overrides, options=changes, kinds=[BenchRecipe])
 
 
 def prompts_of(recipe: BenchRecipe) -> list[Prompt]:

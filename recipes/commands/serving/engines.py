@@ -11,7 +11,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,7 +35,6 @@ _STARTING = 1800  # maximum seconds to load weights and capture graphs
 _ENDING = 30
 _LINES = 20  # lines of the log to print if an engine fails
 _LOG_EVERY = 30  # seconds
-PORT = 8000
 
 
 @dataclass(frozen=True)
@@ -83,11 +82,10 @@ def _sglang(target: str, draft: Draft | None) -> list[str]:
     if draft is None:
         return command
     command += ["--speculative-algorithm", ENGINES["sglang"].forms[draft.form]]
-    if draft.form == "dflash":
-        command += ["--speculative-draft-model-path", draft.folder]
-        return [*command, "--speculative-num-draft-tokens", str(draft.tokens + 1)]
-    command += ["--speculative-draft-model-path", draft.folder, "--speculative-num-steps", str(draft.tokens)]
-    return [*command, "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", str(draft.tokens + 1)]
+    command += ["--speculative-draft-model-path", draft.folder]
+    if draft.form != "dflash":
+        command += ["--speculative-num-steps", str(draft.tokens), "--speculative-eagle-topk", "1"]
+    return [*command, "--speculative-num-draft-tokens", str(draft.tokens + 1)]
 
 
 def _llama_cpp(target: str, draft: Draft | None) -> list[str]:
@@ -228,13 +226,9 @@ def _last_lines(log_file: Path, lines: int) -> list[str]:
 
 def _stop_server(server: subprocess.Popen[bytes]) -> None:
     for number in (signal.SIGTERM, signal.SIGKILL):
-        try:
+        with suppress(ProcessLookupError, subprocess.TimeoutExpired):
             os.killpg(server.pid, number)
             server.wait(_ENDING)
-        except ProcessLookupError:
-            break
-        except subprocess.TimeoutExpired:
-            continue
     server.wait()
 
 
@@ -269,11 +263,10 @@ def serve_engine(command: Sequence[str], port: int, more: Sequence[str], stem: s
             time.sleep(0.2)
 
 
-def engine_recipe(overrides: Sequence[str], options: Mapping[str, str | None], port: int = PORT) -> BenchRecipe:
+def engine_recipe(overrides: Sequence[str], options: Mapping[str, str | None], port: int = 8000) -> BenchRecipe:
     """Return a recipe that compares an engine with a baseline, by default at `port` and the next port."""
-    urls = {
-        name: options.get(name) or f"http://{HOST}:{port + at}/v1" for at, name in enumerate(("server", "baseline"))
-    }
+    urls = {"server": f"http://{HOST}:{port}/v1", "baseline": f"http://{HOST}:{port + 1}/v1"}
+    urls |= {name: url for name in urls if (url := options.get(name))}
     return bench_recipe(None, overrides, **{**options, **urls})
 
 

@@ -106,13 +106,11 @@ def schedule_command(
 
 def _describe_schedule(schedule: Mapping[str, Any]) -> str:
     prompts = f"prompts of about {schedule['context']} tokens" if schedule["context"] else "these prompts"
-    off = schedule["off_from"]
-    text = f"{prompts}: " + (
-        f"switch speculative decoding off from concurrency {off} on"
-        if off
-        else "speculative decoding is faster at the highest measured concurrency"
-    )
-    return text + (f"; draft length by load: {schedule['command']}" if schedule["command"] else "")
+    advice = "speculative decoding is faster at the highest measured concurrency"
+    if schedule["off_from"]:
+        advice = f"switch speculative decoding off from concurrency {schedule['off_from']} on"
+    command = f"; draft length by load: {schedule['command']}" if schedule["command"] else ""
+    return f"{prompts}: {advice}{command}"
 
 
 def max_draft_tokens(export: Path | str) -> int:

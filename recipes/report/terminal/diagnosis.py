@@ -71,7 +71,7 @@ def _show_measured(result: Mapping[str, Any], console: Console) -> None:
 
 def _table(title: str, headings: Sequence[str], rows: Sequence[Sequence[Any]]) -> RichTable:
     cells = [[each if isinstance(each, Cell) else Cell(str(each)) for each in row] for row in rows]
-    columns = [Column(each, numeric=index > 0 and each != "engines") for index, each in enumerate(headings)]
+    columns = [Column(each, numeric=index > 0) for index, each in enumerate(headings)]
     return Table(title, columns, cells).rich()
 
 

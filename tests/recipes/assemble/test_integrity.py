@@ -14,7 +14,7 @@ from draftsmith.checkpoints.artifact.model_ref import resolve_model
 from draftsmith.checkpoints.storage.safe_read import file_hash
 from draftsmith.data.tokenizers import load_tokenizer
 from draftsmith.recipes.assemble.artifact import prepare_once
-from draftsmith.recipes.assemble.teacher import open_hidden, prepare_teacher
+from draftsmith.recipes.assemble.teacher import open_caches, prepare_teacher
 from draftsmith.recipes.commands.training.regenerate import run_regenerate
 from draftsmith.recipes.commands.training.train import make_run, run_train
 from draftsmith.recipes.schema.evaluation import RegenerateRecipe
@@ -89,10 +89,10 @@ def test_a_cache_of_a_changed_target_is_not_used(drafter_recipe: Path, target: P
     assert isinstance(recipe, HeadsRecipe)
     first, tokenizer = prepare_teacher(recipe), load_tokenizer(recipe.tokenizer_source)
     prepared = prepare_once(recipe, tokenizer, make_accelerator("no"))
-    open_hidden(recipe, prepared)
+    open_caches(recipe, prepared)
     flip_bits(target)
     with pytest.raises(ValueError, match="--teacher"):
-        open_hidden(recipe, prepared)
+        open_caches(recipe, prepared)
     assert prepare_teacher(recipe) != first
 
 

@@ -17,7 +17,7 @@ import torch
 import yaml
 from draftsmith.data.tokenizers import load_tokenizer
 from draftsmith.recipes.assemble.data import Prepared, prepare_data
-from draftsmith.recipes.assemble.teacher import open_cache, open_hidden, prepare_teacher
+from draftsmith.recipes.assemble.teacher import open_caches, prepare_teacher
 from draftsmith.recipes.commands.cli import app
 from draftsmith.recipes.commands.training.plan import size_of
 from draftsmith.recipes.commands.training.train import make_run, run_train
@@ -81,7 +81,7 @@ def test_the_command_writes_the_cache_that_training_reads(recipe_file: Path):
     recipe = loaded(recipe_file)
     prepared = prepared_of(recipe)
     with pytest.raises(ValueError, match=r"top 6 .*--teacher"):
-        open_cache(recipe, prepared)
+        open_caches(recipe, prepared)
 
     done = CliRunner().invoke(app, ["prepare", str(recipe_file), "--teacher"])
     assert done.exit_code == 0, done.output
@@ -103,8 +103,7 @@ def test_the_command_writes_the_cache_that_training_reads(recipe_file: Path):
     assert (again.exit_code, again.stdout) == (0, done.stdout)
     assert contents(folder.parent) == written
 
-    cached, in_process = open_cache(recipe, prepared), load_teacher(str(recipe.target))
-    assert isinstance(cached, CachedTeacher)
+    cached, in_process = CachedTeacher(*open_caches(recipe, prepared)), load_teacher(str(recipe.target))
     assert isinstance(in_process, ModelTeacher)
     for data in (prepared.train, prepared.heldout):
         batch = data.batch([2, 0])
@@ -118,18 +117,18 @@ def test_a_cache_of_another_target_is_not_used(recipe_file: Path, make_llama: Ca
     recipe = loaded(recipe_file)
     prepared = prepared_of(recipe)
     prepare_teacher(recipe)
-    assert open_cache(recipe, prepared).vocab_size == 320
+    assert CachedTeacher(*open_caches(recipe, prepared)).vocab_size == 320
     with pytest.raises(ValueError, match="top 7"):
-        open_cache(loaded(recipe_file, "teacher.top_k=7"), prepared)
+        open_caches(loaded(recipe_file, "teacher.top_k=7"), prepared)
     config = Path(shutil.copytree(tmp_path / "target", tmp_path / "moved")) / "config.json"
     moved = loaded(recipe_file, f"target={tmp_path / 'moved'}", f"tokenizer={tmp_path / 'target'}")
-    assert open_cache(moved, prepared).vocab_size == 320
+    assert CachedTeacher(*open_caches(moved, prepared)).vocab_size == 320
     config.write_text(json.dumps(json.loads(config.read_text()) | {"rms_norm_eps": 1e-3}))
     with pytest.raises(ValueError, match="moved"):
-        open_cache(moved, prepared)
+        open_caches(moved, prepared)
     make_llama(320, seed=2).save_pretrained(tmp_path / "target")  # for example, trained again
     with pytest.raises(ValueError, match="target"):
-        open_cache(recipe, prepared)
+        open_caches(recipe, prepared)
 
 
 @pytest.mark.parametrize(
@@ -172,7 +171,7 @@ def test_losses_from_the_cache_equal_those_of_computed_states(
     computed = loaded(heads_file, *few, f"out={tmp_path / 'computed'}", "hidden.cache=null")
     losses = [logged(run_train(recipe)) for recipe in (cached, computed)]
     with pytest.raises(ValueError, match=r"hidden states .*--teacher"):
-        open_hidden(loaded(heads_file, "states=before-norm", "hidden.dtype=float16"), prepared_of(cached))
+        open_caches(loaded(heads_file, "states=before-norm", "hidden.dtype=float16"), prepared_of(cached))
     assert len(losses[0]) == 4
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
@@ -211,7 +210,7 @@ def test_an_interrupted_cache_is_resumed(recipe_file: Path, monkeypatch: pytest.
 
     (folder / "rows-00003.safetensors").unlink()
     with pytest.raises(ValueError, match=r"rows-00003\.safetensors .*--teacher"):
-        open_cache(recipe, prepared_of(recipe))
+        open_caches(recipe, prepared_of(recipe))
     (folder / "teacher.json").unlink()  # an unfinished cache keeps its complete files
     untouched = (folder / "rows-00000.safetensors").stat().st_ino
     assert prepare_teacher(recipe) == folder

@@ -9,7 +9,7 @@ import pytest
 import yaml
 from draftsmith.recipes.commands.evaluation.recipe import evaluate_recipe
 from draftsmith.recipes.commands.pairs.quickstart import resolve
-from draftsmith.recipes.schema.evaluation import QuickstartRecipe
+from draftsmith.recipes.schema.evaluation import QuickstartRecipe, RegenerateRecipe
 from draftsmith.recipes.schema.loading import dump_recipe, load_recipe, load_training, read_extended, shipped_recipes
 from draftsmith.recipes.schema.training import DrafterRecipe
 
@@ -25,8 +25,8 @@ LOADERS: dict[str, Callable[[str], Any]] = {
     "heads": load_training,
     "table": load_training,
     "evaluate": lambda name: evaluate_recipe(name, [], {}),
-    "regenerate": partial(load_recipe, kinds=["regenerate"]),
-    "quickstart": partial(load_recipe, kinds=["quickstart"]),
+    "regenerate": partial(load_recipe, kinds=[RegenerateRecipe]),
+    "quickstart": partial(load_recipe, kinds=[QuickstartRecipe]),
 }
 
 

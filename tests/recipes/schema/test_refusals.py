@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import yaml
+from draftsmith.recipes.schema.loading import RECIPES as SCHEMAS
 from draftsmith.recipes.schema.loading import load_recipe, read_extended
 
 DATA = {"source": "rows.json"}
@@ -99,10 +100,10 @@ def test_recipe_is_refused(kind: str, overrides: list[str], parts: list[str], tm
 @pytest.mark.parametrize("kind", RECIPES)
 def test_recipe_is_accepted_without_overrides(kind: str, tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({"kind": kind} | RECIPES[kind]))
-    assert load_recipe(str(tmp_path / "recipe.yaml"), kinds=[kind])
+    assert load_recipe(str(tmp_path / "recipe.yaml"), kinds=[SCHEMAS[kind]])
     others = [other for other in KINDS if other != kind]
     with pytest.raises(ValueError, match=holding([kind, *others])):
-        load_recipe(str(tmp_path / "recipe.yaml"), kinds=others)
+        load_recipe(str(tmp_path / "recipe.yaml"), kinds=[SCHEMAS[other] for other in others])
 
 
 @pytest.mark.parametrize(("content", "parts"), FILES.values(), ids=FILES)

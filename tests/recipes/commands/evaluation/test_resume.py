@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from draftsmith.recipes.assemble.evaluation import identity_of, open_recipe
+from draftsmith.recipes.assemble.evaluation import open_case, open_recipe
 from draftsmith.recipes.commands.evaluation.evaluate import run_evaluate
 from draftsmith.recipes.commands.evaluation.journal import Journal
 from draftsmith.recipes.commands.evaluation.tune import run_tune
@@ -103,7 +103,7 @@ def test_runs_belong_to_a_recipe_and_its_artifacts(recipe: Path) -> None:
     def identity(*changes: str) -> dict[str, Any]:
         loaded = load_recipe(str(recipe), changes)
         assert isinstance(loaded, EvaluateRecipe)
-        return identity_of(loaded, [[1, 2]], open_recipe(loaded))
+        return open_case(loaded).identity
 
     first = identity()
     assert identity("energy=off", "energy_batches=[1]", "out=other.json") == first
