@@ -14,13 +14,14 @@ from ...checkpoints.artifact.locate import model_source
 from ...checkpoints.artifact.model_ref import resolve_model
 from ...checkpoints.heads import dflash, eagle
 from ...checkpoints.storage.atomic import check_writable
+from ...checkpoints.storage.locks import sole_writer
 from ...checkpoints.storage.messages import gigabytes
 from ...data.blocks.prepared import PreparedData
 from ...data.tokenizers import load_tokenizer
 from ...train.loop.checkpoints import data_fingerprint
 from ...train.parallel.accelerate import make_accelerator
 from ...train.parallel.processes import Interrupted, on_main
-from ...train.teachers.cache import CacheWriter, MakeRows, RowCache, Source, lock_cache
+from ...train.teachers.cache import CacheWriter, MakeRows, RowCache, Source
 from ...train.teachers.teacher import CacheSource, HiddenSource, mean_mass
 from ..schema.training import DrafterRecipe, HeadsRecipe, TableRecipe, TrainingRecipe
 from ..session.precision import settle_precision
@@ -128,7 +129,7 @@ def _write(recipe: DrafterRecipe | HeadsRecipe, parts: Sequence[_Part], state: A
 
         def begin() -> None:
             for writer in writers:
-                locks.enter_context(lock_cache(writer.folder))
+                locks.enter_context(sole_writer(writer.folder))
             _check_disk(parts[0], writers)
 
         def finish() -> None:

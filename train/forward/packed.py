@@ -141,14 +141,14 @@ class PackedForward(BaseForward):
 
     def _attention(self, batch: Batch | MaskedBatch) -> dict[str, Any]:
         """Return the mask and positions that separate documents; a mask of None selects the model's causal kernel."""
-        documents_BT = batch.documents_BT
+        documents_BT, window = batch.documents_BT, sliding_window(self.config)
         positions_BT = self._clamp_positions(batch.positions_BT, documents_BT)
         if isinstance(batch, MaskedBatch):
-            longest, window = int(positions_BT.max()) + 1, sliding_window(self.config)
+            longest = int(positions_BT.max()) + 1
             if window is not None and longest > window:
                 raise ValueError(f"`parallel`: a document has {longest} tokens, above the attention window {window}")
             return {"attention_mask": self._convert_mask(batch.visible_BTT[:, None]), "position_ids": positions_BT}
-        if self._has_active_window(batch.tokens_BT.shape[1]):
+        if window is not None and batch.tokens_BT.shape[1] > window:
             # models with sliding windows build their own masks, and separate documents where positions restart
             return {"attention_mask": None, "position_ids": positions_BT}
         if bool(((documents_BT == documents_BT[:, :1]) | (documents_BT == PADDING)).all()):
@@ -171,10 +171,6 @@ class PackedForward(BaseForward):
             return mask_B1TT
         added_B1TT = torch.zeros(mask_B1TT.shape, dtype=self.model.dtype, device=mask_B1TT.device)
         return added_B1TT.masked_fill_(~mask_B1TT, torch.finfo(self.model.dtype).min)
-
-    def _has_active_window(self, length: int) -> bool:
-        window = sliding_window(self.config)
-        return window is not None and length > window
 
 
 def _learned_positions(model: Any) -> int | None:
@@ -238,9 +234,7 @@ def has_plain_head(model: Any) -> bool:
     """Check with three tokens if the logits are the last hidden state times the output projection."""
     head = model.get_output_embeddings()
     config = model.config.get_text_config()
-    if not isinstance(head, nn.Linear) or head.bias is not None:
-        return False
-    if LogitShape.of(config) != LogitShape():
+    if not isinstance(head, nn.Linear) or head.bias is not None or LogitShape.of(config) != LogitShape():
         return False
     with _evaluating(model):
         tokens_BT = torch.arange(3, device=head.weight.device)[None] % head.weight.shape[0]

@@ -55,12 +55,8 @@ def unshard(accelerator: Any, module: nn.Module) -> None:
     with zero.GatheredParameters(parameters):
         fresh = {id(p): nn.Parameter(p.data.clone(), requires_grad=p.requires_grad) for p in parameters}
     for part in bare.modules():
-        names = list(part._parameters)
         # replaces DeepSpeed's own dictionary type
-        part._parameters = {
-            name: None if parameter is None else fresh[id(parameter)]
-            for name, parameter in ((name, part._parameters[name]) for name in names)
-        }
+        part._parameters = {name: None if p is None else fresh[id(p)] for name, p in part._parameters.items()}
 
 
 def gather_optimizer(accelerator: Any, groups: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:

@@ -12,16 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...checkpoints.storage.locks import sole_writer
-from ...checkpoints.table.runs import (
-    Ints,
-    Run,
-    check_documents,
-    inner_ends,
-    key_dtype,
-    merge_runs,
-    run_of_keys,
-    write_keys,
-)
+from ...checkpoints.table.runs import Run, check_documents, inner_ends, key_dtype, merge_runs, run_of_keys, write_keys
 from .run_files import read_index, remove_leftovers, write_index, write_run
 
 _MAX_BUFFER = 1 << 23
@@ -54,7 +45,7 @@ class PairCounter(AbstractContextManager["PairCounter"]):
             index = read_index(self.folder, vocab_size)
             remove_leftovers(self.folder, index)
             self._lock = stack.pop_all()
-        self._ends_V: Ints = np.array(index["ends"], dtype=np.int64)
+        self._ends_V = np.array(index["ends"], dtype=np.int64)
         self._runs: list[dict[str, Any]] = index["runs"]
         self.position: Any = index["place"]
         self.tokens: int = index["tokens"]
@@ -111,7 +102,7 @@ class PairCounter(AbstractContextManager["PairCounter"]):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _fill(self, tokens_T: NDArray[Any], ends_C: Ints) -> None:
+    def _fill(self, tokens_T: NDArray[Any], ends_C: NDArray[np.int64]) -> None:
         """Write token pairs into the buffer as integer keys, and pass full buffers to the worker threads."""
         start, pairs = 0, len(tokens_T) - 1
         while start < pairs:

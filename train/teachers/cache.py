@@ -14,7 +14,6 @@ import json
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -26,7 +25,6 @@ from safetensors.torch import save
 from torch import Tensor
 
 from ...checkpoints.storage.atomic import atomic_file, atomic_text
-from ...checkpoints.storage.locks import sole_writer
 from ...checkpoints.storage.safe_read import file_entry, read_document
 from ...data.blocks.packing import IGNORED, PADDING, Batch
 from ...data.blocks.prepared import PreparedData
@@ -280,9 +278,7 @@ class CacheWriter:
         stopping: Callable[[], bool] = lambda: False,
     ) -> bool:
         """Compute the rows of a shard and write its file. Return False if `stopping` interrupted the work."""
-        file = {
-            name: torch.empty((shard.rows, *column.shape), dtype=column.dtype) for name, column in self.columns.items()
-        }
+        file = {name: torch.empty(shard.rows, *each.shape, dtype=each.dtype) for name, each in self.columns.items()}
         num_written = 0
         for first in range(shard.first_block, shard.end_block, batch_blocks):
             if stopping():
@@ -333,11 +329,3 @@ def _shards(rows_of_block: np.ndarray, most: int) -> Iterator[Shard]:
             yield Shard(number, first, end, int(total[first]), rows)
             number += 1
         first = end
-
-
-@contextmanager
-def lock_cache(folder: Path) -> Iterator[None]:
-    """Lock a cache, so that no other process writes it. Raises ValueError if another process is writing."""
-    with sole_writer(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        yield

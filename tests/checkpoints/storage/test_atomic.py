@@ -247,6 +247,8 @@ def test_a_lock_names_its_holder_and_ends_with_it(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=rf"^process {os.getpid()} "):
             hold(out)
     assert not file.exists()
+    with pytest.raises(BlockingIOError), sole_writer(out):
+        raise BlockingIOError  # must not be reported as a lock error
 
 
 def test_children_of_a_killed_holder_do_not_keep_its_lock(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from draftsmith.checkpoints.storage.locks import sole_writer
 from draftsmith.data.tokenizers import load_tokenizer
 from draftsmith.recipes.assemble.data import Prepared, prepare_data
 from draftsmith.recipes.assemble.teacher import open_caches, prepare_teacher
@@ -25,7 +26,7 @@ from draftsmith.recipes.schema.loading import load_training
 from draftsmith.train.losses.drafter import IGNORED, shifted_labels
 from draftsmith.train.parallel.accelerate import make_accelerator
 from draftsmith.train.parallel.processes import Interrupted
-from draftsmith.train.teachers.cache import CacheWriter, RowCache, lock_cache
+from draftsmith.train.teachers.cache import CacheWriter, RowCache
 from draftsmith.train.teachers.teacher import CachedTeacher, CacheSource, ModelTeacher, load_teacher, mean_mass
 from typer.testing import CliRunner
 
@@ -217,7 +218,7 @@ def test_an_interrupted_cache_is_resumed(recipe_file: Path, monkeypatch: pytest.
     assert contents(folder) == before
     assert (folder / "rows-00000.safetensors").stat().st_ino == untouched
     (folder / "teacher.json").unlink()
-    with lock_cache(folder), pytest.raises(ValueError, match=folder.name):
+    with sole_writer(folder), pytest.raises(ValueError, match=folder.name):
         prepare_teacher(recipe)  # another process writes or checks the cache
 
 

@@ -10,7 +10,7 @@ import torch
 from draftsmith.data.blocks.packing import Batch
 from draftsmith.train.forward.packed import PackedForward
 from draftsmith.train.losses.drafter import IGNORED, head_labels, shifted_labels
-from draftsmith.train.teachers.cache import CacheWriter, RowCache, lock_cache
+from draftsmith.train.teachers.cache import CacheWriter, RowCache
 from draftsmith.train.teachers.teacher import REACH, CachedHidden, HiddenRows, HiddenSource
 
 CPU = torch.device("cpu")
@@ -26,10 +26,9 @@ def write_cache(
 ) -> RowCache:
     rows = HiddenRows(model, source.states, source.dtype)
     writer = CacheWriter(folder, source, data, rows.hidden_size, shard_bytes)
-    with lock_cache(writer.folder):
-        for shard in writer.missing_shards():
-            assert writer.write(shard, rows, CPU, batch)
-        writer.finish()
+    for shard in writer.missing_shards():
+        assert writer.write(shard, rows, CPU, batch)
+    writer.finish()
     return RowCache(folder, HiddenSource)
 
 

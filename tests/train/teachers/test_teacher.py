@@ -14,7 +14,7 @@ import torch
 from draftsmith.data.blocks.packing import Batch
 from draftsmith.train.losses.chunks import DenseTeacher, SparseTeacher
 from draftsmith.train.losses.drafter import IGNORED, mixture, shifted_labels
-from draftsmith.train.teachers.cache import CacheWriter, RowCache, lock_cache
+from draftsmith.train.teachers.cache import CacheWriter, RowCache
 from draftsmith.train.teachers.teacher import CachedTeacher, CacheSource, ModelTeacher, top_log_probs, top_rows
 
 CPU = torch.device("cpu")
@@ -26,10 +26,9 @@ def write_cache(
     settings = {"target": "nowhere", "sha256": "a model", "data": "some data"} | source
     made_from = CacheSource(top_k=top_k, **settings)
     writer = CacheWriter(folder, made_from, blocks, teacher.vocab_size, shard_bytes)
-    with lock_cache(writer.folder):
-        for shard in writer.missing_shards():
-            assert writer.write(shard, partial(top_rows, teacher, top_k), CPU, batch)
-        writer.finish()
+    for shard in writer.missing_shards():
+        assert writer.write(shard, partial(top_rows, teacher, top_k), CPU, batch)
+    writer.finish()
     return RowCache(folder, CacheSource)
 
 
