@@ -5,14 +5,12 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any
 
 from ..storage.atomic import atomic_dir, check_writable
 from ..storage.names import MANIFEST_FILE
 from ..storage.safe_read import file_entry, file_hash, files_of, name_fault, read_text
 from .manifest import KINDS, Manifest, library_versions, to_json_safe
-
-Loaded = TypeVar("Loaded")
 
 CARD_FILE = "README.md"
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
@@ -73,26 +71,22 @@ def save_artifact(
 
 def load_manifest(directory: Path, kind: str | None = None) -> Manifest:
     """Load the manifest of an artifact. Raises ValueError if it is missing, invalid or of a different kind."""
-    manifest = _read_manifest(directory)
-    if kind is not None and manifest.kind != kind:
-        raise ValueError(f"{directory} contains an artifact of kind {manifest.kind!r}, expected {kind!r}")
-    if kind is not None and manifest.export is not None and not manifest.export["native"]:
-        raise ValueError(f"{directory} is an export ({manifest.export['format']}): pass the exported {kind} artifact")
-    return manifest
-
-
-def _read_manifest(directory: Path) -> Manifest:
     path = directory / MANIFEST_FILE
     if not directory.is_dir():
         raise ValueError(f"{directory} is not an artifact: the folder does not exist")
     try:
-        return Manifest.from_json(read_text(path))
+        manifest = Manifest.from_json(read_text(path))
     except FileNotFoundError as error:
         raise ValueError(f"{directory} is not an artifact: it has no {MANIFEST_FILE}") from error
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
+    if kind is not None and manifest.kind != kind:
+        raise ValueError(f"{directory} contains an artifact of kind {manifest.kind!r}, expected {kind!r}")
+    if kind is not None and manifest.export is not None and not manifest.export["native"]:
+        raise ValueError(f"{directory} is an export ({manifest.export['format']}): pass the exported {kind} artifact")
+    return manifest
 
 
 def verify_artifact(directory: Path, kind: str | None = None) -> Manifest:
@@ -102,11 +96,6 @@ def verify_artifact(directory: Path, kind: str | None = None) -> Manifest:
         more = [f"and {len(faults) - _FAULTS_SHOWN} more faults"] if len(faults) > _FAULTS_SHOWN else []
         raise ValueError("; ".join(faults[:_FAULTS_SHOWN] + more))
     return manifest
-
-
-def open_artifact(directory: Path, load: Callable[[Path], Loaded], kind: str | None = None) -> tuple[Manifest, Loaded]:
-    """Verify an artifact, call `load` with its folder, and return the manifest and the result."""
-    return verify_artifact(directory, kind), load(directory)
 
 
 def file_faults(directory: Path, manifest: Manifest) -> list[str]:
@@ -140,11 +129,7 @@ def _content_fault(path: Path, entry: dict[str, Any]) -> str | None:
 def check_target(manifest: Manifest, *, vocab_size: int, tokenizer_fingerprint: str | None, name: str) -> None:
     """Raise ValueError if the vocabulary size or tokenizer of an artifact differs from the target's.
 
-    Args:
-        manifest: Manifest of the artifact.
-        vocab_size: Vocabulary size of the target.
-        tokenizer_fingerprint: Fingerprint of the target's tokenizer, if known.
-        name: Name of the artifact for the error message.
+    `tokenizer_fingerprint` is None if it is unknown, and `name` is the artifact's name for the error message.
     """
     if manifest.vocab_size != vocab_size:
         raise ValueError(f"{name} has a vocabulary of {manifest.vocab_size} tokens, but the target has {vocab_size}")

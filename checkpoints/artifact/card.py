@@ -95,12 +95,9 @@ def data_sources(manifest: Manifest) -> list[dict[str, Any]]:
     for i, one in enumerate(options.get("mixture") or [options]):
         files, count = (each[i] if i < len(each) else {} for each in (hashes, counts))
         source, is_local = str(one.get("source")), "files" in files and not one.get("path")
-        about: dict[str, Any] = {
-            "source": Path(source).name if is_local else source,
-            "hub": None if is_local else source,
-        }
-        about |= {"files": files.get("files") or {}, "rows": count.get("rows"), "kept": count.get("kept")}
-        corpora.append(about)
+        name, hub = (Path(source).name, None) if is_local else (source, source)
+        about = {"files": files.get("files") or {}, "rows": count.get("rows"), "kept": count.get("kept")}
+        corpora.append({"source": name, "hub": hub} | about)
     return corpora if identity else []
 
 

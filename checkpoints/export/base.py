@@ -53,10 +53,6 @@ class ExportOptions:
     llama_cpp: Path | None = None
     """Path of a llama.cpp checkout, which contains the GGUF converter."""
 
-    def changed_options(self) -> list[str]:
-        """Return the names of the options that differ from their defaults."""
-        return [field.name for field in fields(self) if getattr(self, field.name) != field.default]
-
 
 @dataclass(frozen=True)
 class Format:
@@ -94,6 +90,12 @@ def target_name(source: Source, options: ExportOptions) -> str | None:
     known = source.manifest.target or {}
     at = f"@{known['revision']}" if known.get("revision") else ""
     return f"{known['id']}{at}" if known.get("id") else None
+
+
+def known_target(source: Source, options: ExportOptions) -> str | None:
+    """Return the target's name if the user passed it or it is a local folder, otherwise None."""
+    name = target_name(source, options)
+    return name if name is not None and (options.target or Path(name).is_dir()) else None
 
 
 def needed_target(source: Source, options: ExportOptions, reason: str) -> str:
@@ -161,7 +163,8 @@ def _check_request(source: Source, chosen: Format, options: ExportOptions, forma
             f"format {chosen.name} exports artifacts of kind {chosen.kind!r}, but {source.folder} is of kind {kind!r}; "
             f"formats for {kind!r}: {', '.join(fitting) or 'none'}"
         )
-    if unused := [name for name in options.changed_options() if name not in chosen.options]:
+    changed = [field.name for field in fields(options) if getattr(options, field.name) != field.default]
+    if unused := [name for name in changed if name not in chosen.options]:
         takes = ", ".join(map(option_name, chosen.options)) or "none"
         raise ValueError(f"format {chosen.name} does not support {', '.join(map(option_name, unused))}, only {takes}")
 
@@ -174,12 +177,9 @@ def _check_out(out: Path, source: Source, chosen: Format) -> None:
         raise ValueError(f"{out} is the artifact or a folder within it: choose another folder for the export")
     if (out / MANIFEST_FILE).is_file():
         manifest = load_manifest(out)
-        content = (
-            f"an export in the format {manifest.export['format']}"
-            if manifest.export
-            else f"an artifact of kind {manifest.kind}"
-        )
-        if manifest.export is None or manifest.export["format"] != chosen.name or manifest.kind != chosen.kind:
+        form = manifest.export["format"] if manifest.export else None
+        if (form, manifest.kind) != (chosen.name, chosen.kind):
+            content = f"an export in the format {form}" if form else f"an artifact of kind {manifest.kind}"
             raise ValueError(f"{out} contains {content}, which is not overwritten: choose another folder")
 
 

@@ -18,18 +18,10 @@ from ..artifact.compat import patch_model, patch_tokenizer
 from ..pairs.repair import arrange_rows
 from ..pairs.speculation import SPECULATIVE_TOKENS, save_speculation, speculation, write_settings
 from ..storage.draft_vocabulary import mask_token, read_vocabulary
-from ..storage.names import DRAFT_VOCABULARY, MANIFEST_FILE
+from ..storage.names import ADAPTER_CONFIG, ADAPTER_FILE, DRAFT_VOCABULARY, MANIFEST_FILE
 from ..storage.safe_read import check_safetensors, read_json
-from ..verify.model_files import (
-    ADAPTER_CONFIG,
-    ADAPTER_FILE,
-    base_of,
-    is_adapter,
-    load_config,
-    load_language_model,
-    with_adapter,
-)
-from .base import ExportOptions, Format, Source, check_same_tensors, needed_target, target_name
+from ..verify.model_files import base_of, is_adapter, load_config, load_language_model, with_adapter
+from .base import ExportOptions, Format, Source, check_same_tensors, known_target, needed_target
 from .target import check_drafter, check_vocabulary, compare_tokenizers, has_tokenizer
 
 _ARTIFACT_FILES = (MANIFEST_FILE, "README.md", "recipe.yaml")
@@ -150,8 +142,7 @@ def _compare_logits(source: Source, written: Any, folder: Path) -> Iterator[str]
 
 
 def _write_assistant(source: Source, folder: Path, options: ExportOptions) -> None:
-    target = target_name(source, options)
-    if target is not None and (options.target or Path(target).is_dir()):
+    if (target := known_target(source, options)) is not None:
         check_vocabulary(source, target)
     write_whole(source, folder)
     save_speculation(folder, options.speculative_tokens or SPECULATIVE_TOKENS)

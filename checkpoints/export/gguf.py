@@ -19,7 +19,7 @@ from ..storage.places import find_local
 from ..storage.safe_read import read_json
 from ..verify.model_files import UNLOADABLE, is_adapter, load_config, load_whole
 from . import gguf_convert
-from .base import ExportOptions, Format, Source, check_same_tensors, needed_target, target_name
+from .base import ExportOptions, Format, Source, check_same_tensors, known_target, needed_target, target_name
 from .drafter import draft_tokens_of, load_merged, stored_dtypes, write_whole
 from .eagle import check_eagle, eagle_of, steps_of
 from .target import check_drafter
@@ -50,7 +50,7 @@ _DERIVED = ("rope_freqs.weight",)
 
 
 def _write(source: Source, folder: Path, options: ExportOptions) -> None:
-    converter, target = _converter(options), _known_target(source, options)
+    converter, target = find_converter(options.llama_cpp), known_target(source, options)
     model = _prepare_model(source, folder / _UNFINISHED)
     if target is not None:
         check_drafter(source, model, target, ("llama.cpp",))
@@ -104,14 +104,10 @@ def _prepare_model(source: Source, folder: Path) -> Path:
     return model
 
 
-def _converter(options: ExportOptions) -> Path:
-    if options.llama_cpp is None:
-        raise ValueError(f"the export needs {CONVERTER} of llama.cpp: pass the path of a checkout with --llama-cpp")
-    return find_converter(options.llama_cpp)
-
-
-def find_converter(checkout: Path) -> Path:
+def find_converter(checkout: Path | None) -> Path:
     """Return the path of the GGUF converter in a llama.cpp checkout. Raises ValueError if it is missing."""
+    if checkout is None:
+        raise ValueError(f"the export needs {CONVERTER} of llama.cpp: pass the path of a checkout with --llama-cpp")
     converter = checkout.expanduser() / CONVERTER
     if not converter.is_file():
         raise ValueError(f"{converter} does not exist: pass a checkout of llama.cpp with --llama-cpp")
@@ -129,12 +125,6 @@ def _splits_as_gpt2(model: Path) -> bool:
     split = {"use_regex": True} | split  # missing in older files
     is_set = any(bpe.get(name) for name in _UNSET_IN_GPT2)
     return not is_set and all(split.get(name) is value for name, value in _GPT2_SPLIT.items())
-
-
-def _known_target(source: Source, options: ExportOptions) -> str | None:
-    """Return the target's name if the user passed it or it is a local folder, otherwise None."""
-    named = target_name(source, options)
-    return named if named is not None and (options.target or Path(named).is_dir()) else None
 
 
 def _compare(source: Source, folder: Path, options: ExportOptions) -> list[str]:
@@ -168,7 +158,7 @@ def _compare(source: Source, folder: Path, options: ExportOptions) -> list[str]:
         embedding = model.get_input_embeddings().weight.float()
         check_same_tensors({_EMBEDDING: torch.from_numpy(stored)}, {_EMBEDDING: embedding}, path)
         lines.append(f"the token embedding is identical (other tensors are not compared for {config.model_type})")
-    target = _known_target(source, options)
+    target = known_target(source, options)
     return [*lines, f"all tokens equal those of {target}" if target else "tokens not compared with the target"]
 
 
@@ -193,7 +183,7 @@ GGUF = Format(
 
 
 def _write_heads(source: Source, folder: Path, options: ExportOptions) -> None:
-    converter, model = _converter(options), folder / _UNFINISHED
+    converter, model = find_converter(options.llama_cpp), folder / _UNFINISHED
     target = find_folder(needed_target(source, options, "the file must contain the target's tokenizer"), [CONFIG_FILE])
     check_eagle(source, options, ["llama.cpp"])
     model.mkdir()

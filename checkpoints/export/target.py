@@ -4,7 +4,6 @@ Shape letters: V vocabulary, D hidden size.
 """
 
 import shlex
-import shutil
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from ..pairs.checks import check_pair
 from ..pairs.sides import read_model_info
 from ..storage.messages import first_line
 from ..storage.names import TOKENIZER_FILES
-from ..storage.safe_read import read_json
+from ..storage.safe_read import copy_files, read_json
 from ..verify.model_files import UNLOADABLE, load_config, meta_model, names_of_embeddings, read_tensor
 from .base import Source
 
@@ -52,14 +51,13 @@ def compare_tokenizers(artifact: Path, folder: Path) -> list[str]:
     """
     if not has_tokenizer(artifact):
         return []
-    original, copied = (AutoTokenizer.from_pretrained(each, trust_remote_code=False) for each in (artifact, folder))
-    same = (
-        tokenizer_fingerprint(original) == tokenizer_fingerprint(copied)
-        and original.chat_template == copied.chat_template
-    )
-    for text in (*_PROBES, *original.all_special_tokens):
-        same = same and original(text)["input_ids"] == copied(text)["input_ids"]
-    if not same:
+
+    def describe(folder: Path) -> Any:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        ids = [tokenizer(text)["input_ids"] for text in (*_PROBES, *tokenizer.all_special_tokens)]
+        return tokenizer_fingerprint(tokenizer), tokenizer.chat_template, ids
+
+    if describe(artifact) != describe(folder):
         raise ValueError(f"the tokenizer in {folder} differs from the artifact's")
     return [
         f"the tokenizer is identical: vocabulary, special tokens, chat template, and ids of {len(_PROBES)} texts and "
@@ -72,9 +70,7 @@ def copy_tokenizer(target: str, folder: Path) -> None:
     source = _find_tokenizer(target)
     if source is None:
         return
-    for name in TOKENIZER_FILES:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, folder / name)
+    copy_files(source, folder, TOKENIZER_FILES)
     config = read_json(source / CONFIG_FILE) if (source / CONFIG_FILE).is_file() else {}
     # otherwise, transformers derives the class from the model in the folder, which is a different one
     config.setdefault("tokenizer_class", type(load_tokenizer(str(source))).__name__)

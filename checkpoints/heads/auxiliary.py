@@ -18,6 +18,18 @@ from ..storage.draft_vocabulary import TOKENS, check_tokens
 HEAD = "lm_head.weight"
 
 
+class Attention(nn.Module):
+    """Attention projections, as in Llama and Qwen3 layers, for inputs of size `size`."""
+
+    def __init__(self, config: Any, size: int) -> None:
+        super().__init__()
+        width = config.head_dim
+        self.q_proj = nn.Linear(size, config.num_attention_heads * width, bias=False)
+        self.k_proj = nn.Linear(size, config.num_key_value_heads * width, bias=False)
+        self.v_proj = nn.Linear(size, config.num_key_value_heads * width, bias=False)
+        self.o_proj = nn.Linear(config.num_attention_heads * width, config.hidden_size, bias=False)
+
+
 class Mlp(nn.Module):
     """SwiGLU feed-forward network, as in Llama and Qwen3 layers."""
 
@@ -100,8 +112,7 @@ class AuxiliaryHeads(nn.Module):
         ids_R, rows_RD = self.proposed, self.own_head
         if rows_RD is None:
             rows_RD = lm_head_VD.detach() if ids_R is None else lm_head_VD.detach()[ids_R.to(lm_head_VD.device)]
-        rows_RD = rows_RD.to(lm_head_VD.device)
-        self._attached = (embedding_VD.detach(), rows_RD)
+        self._attached = (embedding_VD.detach(), rows_RD.to(lm_head_VD.device))
         return self
 
     def stored_tensors(self) -> dict[str, Tensor]:

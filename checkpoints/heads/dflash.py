@@ -25,7 +25,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding, apply
 
 from ..storage.names import CONFIG_FILE, WHOLE_FILES
 from ..storage.safe_read import read_json
-from .auxiliary import HEAD, AuxiliaryHeads, Mlp, Norm, check_layers, draft_tokens_in, fill_heads
+from .auxiliary import HEAD, Attention, AuxiliaryHeads, Mlp, Norm, check_layers, draft_tokens_in, fill_heads
 from .layouts import DFLASH, DSPARK
 from .logits import LogitShape
 
@@ -33,16 +33,10 @@ SETTINGS, LAYER_IDS, MASK, BLOCK = "dflash_config", "target_layer_ids", "mask_to
 """Config keys: section of DFlash settings, ids of target layers, id of the mask token, and tokens of a block."""
 
 
-class _Attention(nn.Module):
+class _Attention(Attention):
     def __init__(self, config: Qwen3Config) -> None:
-        super().__init__()
-        hidden, width = config.hidden_size, config.head_dim
-        self.q_proj = nn.Linear(hidden, config.num_attention_heads * width, bias=False)
-        self.k_proj = nn.Linear(hidden, config.num_key_value_heads * width, bias=False)
-        self.v_proj = nn.Linear(hidden, config.num_key_value_heads * width, bias=False)
-        self.o_proj = nn.Linear(config.num_attention_heads * width, hidden, bias=False)
-        self.q_norm, self.k_norm = Norm(width, config.rms_norm_eps), Norm(width, config.rms_norm_eps)
-        self.scaling = width**-0.5
+        super().__init__(config, config.hidden_size)
+        self.q_norm, self.k_norm = (Norm(config.head_dim, config.rms_norm_eps) for _ in range(2))
 
 
 class _Layer(nn.Module):

@@ -24,17 +24,7 @@ from ..storage.names import CONFIG_FILE, WHOLE_FILES
 from ..storage.safe_read import read_json
 from ..table.table import BigramTable
 from .auxiliary import draft_tokens_in
-from .dflash import (
-    BLOCK,
-    LAYER_IDS,
-    MASK,
-    SETTINGS,
-    DFlashHeads,
-    dflash_settings,
-    fill_dflash,
-    load_dflash,
-    setting_faults,
-)
+from .dflash import BLOCK, SETTINGS, DFlashHeads, dflash_settings, fill_dflash, load_dflash, setting_faults
 from .layouts import DSPARK, is_dspark
 
 ANCHOR, RANK, KIND = "sample_from_anchor", "markov_rank", "markov_head_type"
@@ -115,7 +105,7 @@ class DSparkHeads(DFlashHeads):
 
     def stored_config(self) -> dict[str, Any]:
         # engines count draft tokens, with or without the anchor
-        section = {BLOCK: self.num_heads, MASK: self.mask, LAYER_IDS: [layer - 1 for layer in self.layers]}
+        section = super().stored_config()[SETTINGS] | {BLOCK: self.num_heads}
         heads = {RANK: self.rank, KIND: "vanilla", CONFIDENCE: True, WITH_MARKOV: True}
         return {**section, **heads, ANCHOR: self.first_slot == 0, SETTINGS: section}
 

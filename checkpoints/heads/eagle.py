@@ -25,7 +25,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 
 from ..storage.names import CONFIG_FILE, WHOLE_FILES
 from ..storage.safe_read import read_json
-from .auxiliary import HEAD, AuxiliaryHeads, Mlp, Norm, check_layers, draft_tokens_in, fill_heads
+from .auxiliary import HEAD, Attention, AuxiliaryHeads, Mlp, Norm, check_layers, draft_tokens_in, fill_heads
 from .layouts import EAGLE
 from .logits import LogitShape
 
@@ -41,22 +41,11 @@ _LIKE_THE_TARGET = (
 )
 
 
-class _Attention(nn.Module):
-    """Attention projections whose input is the concatenation of a token embedding and a hidden state."""
-
-    def __init__(self, config: LlamaConfig) -> None:
-        super().__init__()
-        hidden, width = config.hidden_size, config.head_dim
-        self.q_proj = nn.Linear(2 * hidden, config.num_attention_heads * width, bias=False)
-        self.k_proj = nn.Linear(2 * hidden, config.num_key_value_heads * width, bias=False)
-        self.v_proj = nn.Linear(2 * hidden, config.num_key_value_heads * width, bias=False)
-        self.o_proj = nn.Linear(config.num_attention_heads * width, hidden, bias=False)
-
-
 class _Layer(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        self.self_attn, self.mlp = _Attention(config), Mlp(config)
+        # the input of the attention is the concatenation of a token embedding and a hidden state
+        self.self_attn, self.mlp = Attention(config, 2 * config.hidden_size), Mlp(config)
         self.input_layernorm = Norm(config.hidden_size, config.rms_norm_eps)
         self.hidden_norm = Norm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = Norm(config.hidden_size, config.rms_norm_eps)
@@ -173,7 +162,7 @@ class EagleHeads(AuxiliaryHeads):
             else:
                 keys.append(key_BJTE)
                 values.append(value_BJTE)
-                attended_BHTE = _attend_to_steps(query_BHTE, *first, mask_B1TT, keys, values)
+                attended_BHTE = _attend_to_steps(query_BHTE, first, mask_B1TT, keys, values)
             states_BTD = states_BTD + layer.self_attn.o_proj(attended_BHTE.transpose(1, 2).flatten(2))
             states_BTD = states_BTD + layer.mlp(layer.post_attention_layernorm(states_BTD))
             features.append(self.norm(states_BTD))
@@ -195,14 +184,10 @@ def default_layers(count: int) -> list[int]:
 
 
 def _attend_to_steps(
-    query_BHTE: Tensor,
-    key_BJTE: Tensor,
-    value_BJTE: Tensor,
-    mask_B1TT: Tensor,
-    keys: list[Tensor],
-    values: list[Tensor],
+    query_BHTE: Tensor, first: tuple[Tensor, Tensor], mask_B1TT: Tensor, keys: list[Tensor], values: list[Tensor]
 ) -> Tensor:
     """Attend to the first step's keys where the mask is True, and to later steps' `keys` at the same position."""
+    key_BJTE, value_BJTE = first
     groups = query_BHTE.shape[1] // key_BJTE.shape[1]
     query_BJUTE = query_BHTE.unflatten(1, (-1, groups)) * query_BHTE.shape[-1] ** -0.5
     shared_BJUTT = query_BJUTE @ key_BJTE[:, :, None].mT

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import LlamaConfig, Qwen3Config
 
-from ..storage.draft_vocabulary import TOKENS, check_tokens
+from ..storage.draft_vocabulary import TOKENS
 from ..storage.names import CONFIG_FILE, PICKLED_WHOLE_FILES, WHOLE_FILES
 from ..storage.safe_read import read_json
 from .auxiliary import HEAD, AuxiliaryHeads, check_layers, draft_tokens_in, fill_heads
@@ -120,21 +120,16 @@ def read_published(
         if getattr(sizes, name) != getattr(target, name):
             raise ValueError(f"{directory}: {name} is {getattr(sizes, name)}, expected {getattr(target, name)}")
     _check_embeddings(stored.pop(_EMBEDDINGS, None), embedding_VD, directory)
-    proposed = draft_tokens_in(stored)
-    if proposed is not None:
-        check_tokens(proposed, sizes.vocab_size)
-        if HEAD not in stored:
-            raise ValueError(f"{directory}: {TOKENS} has offsets of draft tokens, but {HEAD} is missing")
     layers = trained_layers(config, target.num_hidden_layers)
     fed = stored["fc.weight"].shape[1] if "fc.weight" in stored else 0
     if fed != len(layers) * sizes.hidden_size:
         expected = f"{len(layers)} layers of {sizes.hidden_size}"
         raise ValueError(f"{directory}: fc.weight has {fed} columns, but the config implies {expected}")
-    return fill_heads(EagleHeads(sizes, layers, proposed), stored, directory).eval()
+    return fill_heads(EagleHeads(sizes, layers, draft_tokens_in(stored)), stored, directory).eval()
 
 
 def _tensors(directory: Path, unpickle: bool) -> dict[str, Tensor]:
-    """Load the tensors of published heads, and rename them to the tensor names of `EagleHeads`."""
+    """Load the tensors of published heads under the names of `EagleHeads`. Raises ValueError if they are incomplete."""
     whole, pickled = directory / WHOLE_FILES[0], directory / PICKLED_WHOLE_FILES[0]
     if whole.is_file():
         tensors = load_file(whole)
@@ -145,6 +140,8 @@ def _tensors(directory: Path, unpickle: bool) -> dict[str, Tensor]:
     else:
         tensors = read_pickled(pickled)
     renamed = {rename_tensor(name): tensor for name, tensor in tensors.items()}
+    if TOKENS in renamed and HEAD not in renamed:
+        raise ValueError(f"{directory}: {TOKENS} has offsets of draft tokens, but {HEAD} is missing")
     return {name: tensor for name, tensor in renamed.items() if not _IGNORED.fullmatch(name)}
 
 
@@ -208,8 +205,6 @@ def read_published_dflash(
         stored[ENCODER.get(prefix, "layers.0." if prefix else "") + name.removeprefix(prefix)] = tensor
     stored = {name: tensor for name, tensor in stored.items() if not name.startswith("verifier_")}  # of the target
     _check_embeddings(stored.pop(_EMBEDDINGS, None), embedding_VD, directory)
-    if TOKENS in stored and HEAD not in stored:
-        raise ValueError(f"{directory}: {TOKENS} has offsets of draft tokens, but {HEAD} is missing")
     names = (*DFLASH_SIZES, "rope_theta", "rope_scaling")
     sizes = Qwen3Config(**{name: common[name] for name in names if common.get(name) is not None})
     sizes.num_target_layers, sizes.tie_word_embeddings = count, False

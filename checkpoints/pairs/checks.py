@@ -5,12 +5,13 @@ The rules follow the code of the engines: `transformers/generation/utils.py` (_v
 """
 
 import json
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from ..artifact.artifact import file_faults
 from ..artifact.model_ref import tokenizer_fingerprint
 from ..storage.chat_templates import render_chat
+from ..storage.messages import shared_length
 from ..storage.names import DRAFT_VOCABULARY
 from ..storage.places import find_local
 from ..verify.families import family_fault, is_stateful
@@ -54,15 +55,10 @@ def examine(target: ModelInfo, drafter: ModelInfo) -> Diagnosis:
 def check_pair(
     target: ModelInfo, drafter: ModelInfo, consumers: Collection[str], name: str, fix: str, also: Collection[str] = ()
 ) -> None:
-    """Raise ValueError if an engine does not support a target/drafter pair.
+    """Raise ValueError if an engine in `consumers` does not support a target/drafter pair.
 
-    Args:
-        target: Description of the target.
-        drafter: Description of the drafter.
-        consumers: Engines that must support the pair.
-        name: Name of the drafter for the error message.
-        fix: Command that repairs the drafter, for the error message.
-        also: Names of additional checks that must pass.
+    The checks named in `also` must pass as well. The error message contains the drafter's `name` and the command `fix`,
+    which repairs the drafter.
     """
     refusals = []
     for finding in examine(target, drafter).findings:
@@ -138,13 +134,9 @@ def _weights_of(model: ModelInfo, name: str) -> Iterator[tuple[str, str, str, di
         value = f"{', '.join(wrong)} rows, vocab_size {model.vocab_size:,}"
         effects = refuse(f"the {name} cannot be loaded")
         yield "rows", f"the weights of the {name} do not match its configuration", value, effects
-    if (
-        model.manifest is not None
-        and find_local(model.source)
-        and (faults := file_faults(model.folder, model.manifest))
-    ):
-        reason = "artifacts with changed files are not loaded"
-        effects = refuse(reason, "draftsmith") if name == "drafter" else {}
+    faults = file_faults(model.folder, model.manifest) if model.manifest and find_local(model.source) else []
+    if faults:
+        effects = refuse("artifacts with changed files are not loaded", "draftsmith") if name == "drafter" else {}
         yield "changed files", f"files of the {name} differ from its artifact.json", _list(faults), effects
 
 
@@ -167,9 +159,7 @@ def _check_tokenizers_exist(target: ModelInfo, drafter: ModelInfo) -> Iterator[F
 
 def _check_tokens(target: ModelInfo, drafter: ModelInfo) -> Iterator[Finding]:
     of_target, of_drafter = ({number: text for text, number in model.vocab.items()} for model in (target, drafter))
-    differing = sorted(
-        number for number in of_target.keys() | of_drafter.keys() if of_target.get(number) != of_drafter.get(number)
-    )
+    differing = sorted({number for number, _ in of_target.items() ^ of_drafter.items()})
     if not differing:
         return
     lossy = "drafts with these ids are rejected, and the output stays lossless"
@@ -210,7 +200,7 @@ def _check_encoding(target: ModelInfo, drafter: ModelInfo) -> Iterator[Finding]:
     for text in _probes(target, drafter):
         of_target, of_drafter = _pieces(target.tokenizer, text), _pieces(drafter.tokenizer, text)
         if of_target != of_drafter:
-            start = max(0, _common_prefix(of_target, of_drafter) - 1)
+            start = max(0, shared_length(of_target, of_drafter) - 1)
             values = tuple(" ".join(map(repr, pieces[start : start + 5])) for pieces in (of_target, of_drafter))
             problem = f"{_shorten(text)} is encoded differently"
             yield Finding("encoding", problem, values[0], values[1], degrade(_TOKENS))
@@ -221,21 +211,13 @@ def _probes(target: ModelInfo, drafter: ModelInfo) -> Iterator[str]:
     """Yield test strings, including strings with added tokens that both tokenizers have."""
     yield from _TEXTS
     known = target.vocab.keys() & drafter.vocab.keys()
-    added = [token.content for model in (target, drafter) for token in _tokenizer(model).added_tokens_decoder.values()]
+    added = [token.content for model in (target, drafter) for token in model.tokenizer.added_tokens_decoder.values()]
     yield from (around.format(token) for token in dict.fromkeys(added) if token in known for around in _AROUND)
-
-
-def _tokenizer(model: ModelInfo) -> Any:
-    return model.tokenizer
 
 
 def _pieces(tokenizer: Any, text: str) -> list[str]:
     ids = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
     return [str(piece) for piece in tokenizer.convert_ids_to_tokens(ids)]
-
-
-def _common_prefix(left: Sequence[str], right: Sequence[str]) -> int:
-    return next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))
 
 
 def _shorten(value: str) -> str:
@@ -267,7 +249,7 @@ def _check_chat_template(target: ModelInfo, drafter: ModelInfo) -> Iterator[Find
     except ValueError:
         return
     if of_target != of_drafter:
-        same = _common_prefix(of_target, of_drafter)
+        same = shared_length(of_target, of_drafter)
         values = _describe_both(lambda text: _shorten(text[max(0, same - 12) : same + 28]), of_target, of_drafter)
         problem = f"the rendered conversations differ from character {same} on"
         yield Finding("chat template", problem, *values, degrade(_TEMPLATE))

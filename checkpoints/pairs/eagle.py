@@ -118,8 +118,7 @@ def _layers(config: Config, trained: list[int], target: ModelInfo) -> Iterator[F
         effects = refuse(f"heads must read 3 layers, got {len(trained)}", "llama.cpp")
         yield Finding("number of layers", "not all engines support this number", "3", str(len(trained)), effects)
     read = layers_by_engine(config, target.config.num_hidden_layers)
-    wrong = {name: layers for name, layers in read.items() if layers != trained}
-    if wrong:
+    if wrong := {name: layers for name, layers in read.items() if layers != trained}:
         effects = dict[str, Effect]()
         for name, layers in wrong.items():
             effects |= degrade(f"it reads layers {', '.join(map(str, layers))}, so the acceptance rate is low", name)

@@ -30,14 +30,8 @@ _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 def repair(target: ModelInfo, drafter: ModelInfo, out: Path, command: str) -> list[str]:
     """Convert a drafter to the target's tokenizer and vocabulary, and write the result to `out` as an artifact.
 
-    Args:
-        target: Description of the target.
-        drafter: Description of the drafter, whose tokens must all be in the target's vocabulary.
-        out: New folder for the copy.
-        command: Command line to store in the manifest.
-
-    Returns:
-        Descriptions of the changes.
+    All tokens of the drafter must be in the target's vocabulary. `command` is the command line to store in the
+    manifest. Returns descriptions of the changes.
 
     Raises ValueError if the drafter cannot be converted or `out` is not empty.
     """

@@ -154,7 +154,8 @@ class ModelInfo:
     config: Any
     """Configuration of the decoder."""
     generation: GenerationConfig
-    tokenizer: Any | None
+    tokenizer: Any
+    """Tokenizer; None if the files contain none."""
     rows: int | None
     """Number of rows of the token embedding in the weights; None if the weights are not available locally."""
     head_rows: int | None
@@ -190,14 +191,10 @@ class ModelInfo:
 
 
 def read_model_info(source: str, load_tokenizer: Callable[[str], Any]) -> ModelInfo:
-    """Read the description of a target or drafter from its files.
+    """Read the description of a target or drafter from its files. `load_tokenizer` loads the tokenizer of a folder.
 
-    Args:
-        source: Folder of a model or a LoRA adapter, or `user/name[@revision]` on the hub, whose small files are
-            downloaded.
-        load_tokenizer: Function that returns the tokenizer of a folder.
-
-    Raises ValueError if there is no language model that can be loaded without remote code.
+    `source` is the folder of a model or a LoRA adapter, or `user/name[@revision]` on the hub, whose small files are
+    downloaded. Raises ValueError if there is no language model that can be loaded without remote code.
     """
     folder = find_folder(source, _FILES)
     manifest = load_manifest(folder) if (folder / MANIFEST_FILE).is_file() else None

@@ -13,7 +13,7 @@ _TIMEOUT = 4.0
 """Timeout in seconds for the hub's first response."""
 _REASONS: dict[str, str] = {}
 """Mapping from each tested endpoint to the reason why it is unreachable, or "" if it responded."""
-_PLAIN_REVISION = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./-]*")
+_PLAIN_REVISION = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_./-]*[A-Za-z0-9_-])?")
 
 
 def split_revision(location: str) -> tuple[str, str | None]:
@@ -54,8 +54,8 @@ def parse_hub_id(location: str) -> tuple[str, str | None]:
     check_location(repo)
     try:
         check_repository_name(repo)
-        if at:
-            check_revision(revision)
+        if at and (not _PLAIN_REVISION.fullmatch(revision) or ".." in revision or "//" in revision):
+            raise ValueError(f"{revision!a} is not a valid branch, tag or commit")
     except ValueError as error:
         raise ValueError(f"folder {location!a} does not exist, and it is not a valid hub id: {error}") from error
     return repo, revision if at else None
@@ -63,12 +63,8 @@ def parse_hub_id(location: str) -> tuple[str, str | None]:
 
 def is_path(location: str) -> bool:
     """Check if a location is a path rather than a hub id."""
-    return (
-        location.startswith((".", "/", "~", "runs/"))
-        or location.count("/") > 1
-        or "\\" in location
-        or location.endswith("/")
-    )
+    is_marked = location.startswith((".", "/", "~", "runs/")) or location.endswith("/")
+    return is_marked or location.count("/") > 1 or "\\" in location
 
 
 def check_location(location: str) -> None:
@@ -125,9 +121,3 @@ def check_repository_name(name: str) -> None:
         is_good = False
     if not is_good:
         raise ValueError(f"{name!a} is not a repository name: expected user/name of letters, digits, '-', '_' and '.'")
-
-
-def check_revision(revision: str) -> None:
-    """Raise ValueError if a string is not a valid name of a branch, tag or commit."""
-    if not _PLAIN_REVISION.fullmatch(revision) or ".." in revision or "//" in revision or revision.endswith(("/", ".")):
-        raise ValueError(f"{revision!a} is not a valid branch, tag or commit")

@@ -49,15 +49,11 @@ def load_json(path: Path, *keys: str) -> dict[str, Any]:
         raise ValueError(f"{path} is damaged: {error}") from error
 
 
-class OtherSchemaError(ValueError):
-    """Error raised for a document with an unsupported schema version."""
-
-
 def read_document(path: Path, schema: int, command: str) -> dict[str, Any]:
     """Load a JSON document with schema version `schema`. Error messages suggest `command`, which recreates it."""
     document = load_json(path, "schema")
     if document["schema"] != schema:
-        raise OtherSchemaError(f"{path} has schema {brief(document['schema'])}, expected {schema}: run `{command}`")
+        raise ValueError(f"{path} has schema {brief(document['schema'])}, expected {schema}: run `{command}`")
     return document
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.generation import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
-from ...checkpoints.artifact.artifact import open_artifact
+from ...checkpoints.artifact.artifact import verify_artifact
 from ...checkpoints.artifact.locate import model_source, resolve
 from ...checkpoints.heads.files import PredictionHeads, load_heads
 from ...checkpoints.storage.names import MANIFEST_FILE
@@ -173,7 +173,7 @@ class _Drafter:
 def _read(folder: Path, load: Callable[[Path], Part], kind: str | None = None) -> Part:
     """Load a drafter, heads or a table from a directory. Check the file hashes if there is a manifest."""
     if (folder / MANIFEST_FILE).is_file():
-        return open_artifact(folder, load, kind)[1]
+        verify_artifact(folder, kind)
     return load(folder)
 
 

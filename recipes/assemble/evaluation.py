@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from ...checkpoints.artifact.artifact import check_target, load_manifest, open_artifact
+from ...checkpoints.artifact.artifact import check_target, load_manifest, verify_artifact
 from ...checkpoints.artifact.locate import model_source, resolve
 from ...checkpoints.artifact.manifest import Manifest
 from ...checkpoints.artifact.model_ref import ModelRef, resolve_model, tokenizer_fingerprint
@@ -125,7 +125,8 @@ def _open_part(
     location = location or locate_part(source, kind)
     is_artifact = kind != "drafter" or (Path(location) / MANIFEST_FILE).is_file()
     ref = resolve_model(source, location)
-    return ref, open_artifact(Path(location), load, kind) if is_artifact else (None, load(Path(location)))
+    manifest = verify_artifact(Path(location), kind) if is_artifact else None
+    return ref, (manifest, load(Path(location)))
 
 
 def _open_drafter(
