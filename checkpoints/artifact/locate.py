@@ -32,8 +32,7 @@ def resolve(location: str | Path, kind: str | None = None, revision: str | None 
     Raises ValueError if the folder, repository or revision does not exist or is inaccessible, if `revision` is given
     for a local folder, or if the artifact is damaged or of a different kind.
     """
-    folder = find_local(location)
-    if folder is not None:
+    if (folder := find_local(location)) is not None:
         if revision is not None:
             raise ValueError(f"{location} is a local folder, which has no revisions: remove {revision!r}")
         return folder

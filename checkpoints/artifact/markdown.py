@@ -45,8 +45,7 @@ def line(value: Any) -> str:
 
 def span(value: str) -> str:
     """Format a string as inline code in Markdown."""
-    ticks = "``" if "`" in value else "`"
-    space = " " if "`" in value else ""
+    ticks, space = ("``", " ") if "`" in value else ("`", "")
     return f"{ticks}{space}{line(value)}{space}{ticks}"
 
 

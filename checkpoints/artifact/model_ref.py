@@ -42,11 +42,9 @@ class ModelRef:
 def resolve_model(source: str, path: str | None = None) -> ModelRef:
     """Find and hash the files of a model or an artifact.
 
-    Args:
-        source: Folder, GGUF file, or `user/name[@revision]` on the hub, which is downloaded.
-        path: Folder of the files, if known.
-
-    Raises ValueError if the model does not exist, or if a file differs from the manifest of its artifact.
+    `source` is a folder, a GGUF file, or `user/name[@revision]` on the hub, which is downloaded. `path` is the folder
+    of the files, if known. Raises ValueError if the model does not exist, or a file differs from the manifest of its
+    artifact.
     """
     path = path or model_source(source)
     revision = Path(path).name if split_revision(source)[1] is not None else None

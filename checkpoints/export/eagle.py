@@ -65,8 +65,8 @@ def verdict_lines(diagnosis: Diagnosis, readers: Collection[str], required: Coll
 def _compare(source: Source, folder: Path, options: ExportOptions) -> list[str]:
     expected, written = load_file(source.folder / WHOLE_FILES[0]), load_file(folder / WHOLE_FILES[0])
     check_same_tensors(written, expected, folder)
-    lines = [f"all {len(written)} tensors are identical"]
-    return [*lines, *check_eagle(source, options, [name for name in READERS if name != "llama.cpp"])]
+    verdicts = check_eagle(source, options, [name for name in READERS if name != "llama.cpp"])
+    return [f"all {len(written)} tensors are identical", *verdicts]
 
 
 def _values(source: Source, folder: Path, options: ExportOptions) -> dict[str, Any]:

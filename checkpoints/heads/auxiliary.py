@@ -40,8 +40,7 @@ class Mlp(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x_XD: Tensor) -> Tensor:
-        output_XD: Tensor = self.down_proj(F.silu(self.gate_proj(x_XD)) * self.up_proj(x_XD))
-        return output_XD
+        return self.down_proj(F.silu(self.gate_proj(x_XD)) * self.up_proj(x_XD))
 
 
 class Norm(nn.RMSNorm):
@@ -59,7 +58,7 @@ class AuxiliaryHeads(nn.Module):
         config: Configuration of the heads' decoder layers, with the target's sizes.
         layers: Indices (from 0) of the target layers whose inputs are the auxiliary hidden states.
         proposed: Token ids of the draft vocabulary, int64 [R], ascending; None for all tokens.
-        num_heads: Number of draft tokens that are predicted from each position in training.
+        num_heads: Number of draft tokens (for EAGLE-3, drafting steps) that are predicted from a position in training.
     """
 
     projection_kind = "target"

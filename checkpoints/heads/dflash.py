@@ -48,14 +48,10 @@ class _Layer(nn.Module):
 
 
 class DFlashHeads(AuxiliaryHeads):
-    """DFlash drafter that shares the target's embeddings and output projection, which `attach` sets.
+    """DFlash drafter, created from a Qwen3 configuration. See `AuxiliaryHeads` for `config`, `layers` and `proposed`.
 
-    Args:
-        config: Qwen3 configuration of the drafter's layers, with the target's hidden size and vocabulary.
-        layers: Indices (from 0) of the target layers whose inputs are the auxiliary hidden states.
-        mask: Id of the mask token.
-        block_size: Number of tokens per block, including the newest known token (the anchor).
-        proposed: Token ids of the draft vocabulary, int64 [R], ascending; None for all tokens.
+    `mask` is the id of the mask token, and `block_size` the number of tokens per block, including the newest known
+    token (the anchor).
     """
 
     architecture = DFLASH
@@ -131,10 +127,9 @@ class DFlashHeads(AuxiliaryHeads):
         decoder = target.get_decoder()
         sources = getattr(decoder, "layers", [])[-len(self.layer_stack) :]
         for layer, source in zip(self.layer_stack, sources, strict=False):
-            own, source_state = layer.state_dict(), source.state_dict()
-            layer.load_state_dict(
-                own | {name: each for name, each in source_state.items() if _fits(own.get(name), each)}
-            )
+            own = layer.state_dict()
+            fitting = {name: each for name, each in source.state_dict().items() if _fits(own.get(name), each)}
+            layer.load_state_dict(own | fitting)
         self.fc.weight.zero_()
         self.fc.weight[:, -self.hidden_size :].copy_(torch.eye(self.hidden_size))
         weight: Any = getattr(getattr(decoder, "norm", None), "weight", None)
@@ -144,8 +139,7 @@ class DFlashHeads(AuxiliaryHeads):
 
     def context(self, aux_BTG: Tensor) -> Tensor:
         """Compute the context features [B, T, D], to which all layers attend, from auxiliary hidden states."""
-        context_BTD: Tensor = self.hidden_norm(self.fc(aux_BTG))
-        return context_BTD
+        return self.hidden_norm(self.fc(aux_BTG))
 
     def features(
         self, aux_BTG: Tensor, tokens_BT: Tensor, positions_BT: Tensor, documents_BT: Tensor, rows_X: Tensor
@@ -209,8 +203,7 @@ class DFlashHeads(AuxiliaryHeads):
             )
             hidden_BQD = hidden_BQD + attention.o_proj(attended_BHQE.transpose(1, 2).flatten(2))
             hidden_BQD = hidden_BQD + layer.mlp(layer.post_attention_layernorm(hidden_BQD))
-        normed_BQD: Tensor = self.norm(hidden_BQD)
-        return normed_BQD
+        return self.norm(hidden_BQD)
 
     def stored_config(self) -> dict[str, Any]:
         """Return the entries of `config.json` that are specific to the architecture."""
@@ -332,6 +325,4 @@ def _read_settings(config: Mapping[str, Any], path: Path) -> tuple[list[int], in
     for name, value in ((f"{SETTINGS}.{MASK}", mask), (BLOCK, size)):
         if type(value) is not int:
             raise ValueError(f"{path}: {name} must be an integer, got {value!r}")
-    assert isinstance(mask, int)
-    assert isinstance(size, int)
     return [layer + 1 for layer in named], mask, size

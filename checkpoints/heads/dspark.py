@@ -77,8 +77,7 @@ class DSparkHeads(DFlashHeads):
 
     def markov_factors(self, tokens_X: Tensor) -> Tensor:
         """Return the factors [X, F] of the bigram bias after the given tokens."""
-        factors_XF: Tensor = self.markov_head.markov_w1(tokens_X)
-        return factors_XF
+        return self.markov_head.markov_w1(tokens_X)
 
     @property
     def markov_weight(self) -> Tensor:
@@ -87,8 +86,7 @@ class DSparkHeads(DFlashHeads):
 
     def confidence(self, features_XE: Tensor) -> Tensor:
         """Return the logits [X] of the acceptance probability, given hidden states and Markov factors [X, D + F]."""
-        logits_X: Tensor = self.confidence_head.proj(features_XE)[..., 0]
-        return logits_X
+        return self.confidence_head.proj(features_XE)[..., 0]
 
     @torch.no_grad()
     def begin_from_table(self, table: BigramTable) -> Self:

@@ -52,14 +52,7 @@ class _Layer(nn.Module):
 
 
 class EagleHeads(AuxiliaryHeads):
-    """EAGLE-3 draft layer that shares the target's embeddings and output projection, which `attach` sets.
-
-    Args:
-        config: Llama configuration of one layer, with the target's sizes.
-        layers: Indices (from 0) of the target layers whose inputs are the auxiliary hidden states.
-        proposed: Token ids of the draft vocabulary, int64 [R], ascending; None for all tokens.
-        num_heads: Number of drafting steps in training.
-    """
+    """EAGLE-3 draft layer, created from a Llama configuration of one layer. See `AuxiliaryHeads` for the arguments."""
 
     def __init__(
         self, config: LlamaConfig, layers: Sequence[int], proposed: Tensor | None = None, num_heads: int = 3

@@ -25,11 +25,8 @@ def save_heads(
 ) -> None:
     """Write `medusa_lm_head.safetensors` and the `config.json` that serving engines read.
 
-    Args:
-        heads: Heads to save.
-        directory: Folder to write to.
-        base_model_name_or_path: Name of the target.
-        state: State dict of the heads, if the module's parameters are sharded (ZeRO-3).
+    `base_model_name_or_path` is the name of the target, and `state` the heads' state dict, if their parameters are
+    sharded (ZeRO-3).
 
     Raises ValueError if a tensor is missing, has the wrong shape, is on the meta device, or has non-finite values.
     """

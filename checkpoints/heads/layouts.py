@@ -108,12 +108,8 @@ def read_heads(directory: Path, *, unpickle: bool = False, states: str | None = 
     - `medusa_lm_head.safetensors` or pickled `medusa_lm_head.pt`, with the tensor names of `PredictionHeads`;
     - `model.safetensors` or its index of shards, with the same names after the prefix `medusa_head.`.
 
-    Args:
-        directory: Folder of the heads.
-        unpickle: Allow loading `.pt` files, from which only tensors are loaded.
-        states: Type of hidden states that the heads take as input (default: from the config).
-
-    Raises ValueError if a file or tensor is missing or invalid.
+    `unpickle` allows `.pt` files, from which only tensors are loaded. `states` is the type of hidden states that the
+    heads take as input (default: from the config). Raises ValueError if a file or tensor is missing or invalid.
     """
     directory = Path(directory)
     if is_eagle(directory):
@@ -148,19 +144,18 @@ def read_heads(directory: Path, *, unpickle: bool = False, states: str | None = 
             check_tokens(proposed, vocab_size)
         except ValueError as error:
             raise ValueError(f"{path}: {TOKENS}: {error}") from error
+    disagreements = _disagreements(config, sizes | {"projection": projection}, config_path)
+    vocab_size = sizes.pop("vocab_size", vocab_size if type(vocab_size) is int and vocab_size > 0 else None)
     return StoredHeads(
         path=path,
         tensors=tensors,
-        num_heads=sizes["num_heads"],
-        num_layers=sizes["num_layers"],
-        hidden_size=sizes["hidden_size"],
-        vocab_size=sizes.get("vocab_size") or (vocab_size if type(vocab_size) is int and vocab_size > 0 else None),
+        vocab_size=vocab_size,
+        **sizes,
         projection=projection,
-        rank=sizes["rank"],
         states=states,
         scale=float(scale),
         base_model=base_model if isinstance(base_model, str) else None,
-        disagreements=_disagreements(config, sizes | {"projection": projection}, config_path),
+        disagreements=disagreements,
     )
 
 
@@ -274,10 +269,9 @@ def _sizes_of(tensors: dict[str, Tensor], path: Path) -> tuple[str, dict[str, in
         sizes["hidden_size"] = tensors[f"{tail}.down.weight"].shape[1]
     else:
         sizes["hidden_size"] = tensors["0.0.linear.weight"].shape[1]
+    hidden_size, vocab_size = sizes["hidden_size"], sizes.get("vocab_size")
     with torch.device("meta"):
-        heads = PredictionHeads(
-            num_heads, num_layers, sizes["hidden_size"], sizes.get("vocab_size"), kind, sizes["rank"]
-        )
+        heads = PredictionHeads(num_heads, num_layers, hidden_size, vocab_size, kind, sizes["rank"])
     for name, expected in heads.state_dict().items():
         if tensors[name].shape != expected.shape:
             raise ValueError(f"{path}: {name} is {list(tensors[name].shape)}, expected {list(expected.shape)}")

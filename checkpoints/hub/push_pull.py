@@ -62,13 +62,9 @@ def is_on_hub(repo: str) -> bool:
 
 
 def plan_push(artifact: Path, repo: str, card: Callable[[Manifest], str], *, private: bool = False) -> Plan:
-    """Check an artifact and its repository, and return the planned commit.
+    """Check an artifact and its repository (`user/name`), and return the planned commit.
 
-    Args:
-        artifact: Folder of the artifact.
-        repo: Repository, `user/name`.
-        card: Function that returns the text of README.md for a manifest.
-        private: Require a private repository.
+    `card` returns the text of README.md for a manifest. With `private`, the repository must be private.
 
     Raises ValueError if the artifact is damaged or contains a token, a private repository is required but the
     repository is public, or the hub cannot be reached.
@@ -110,10 +106,7 @@ def push(plan: Plan) -> str:
 
 
 def pull(source: str, out: Path) -> tuple[Manifest, str]:
-    """Download an artifact, `user/name[@revision]`, to a new folder, and check the hash of every file.
-
-    Returns:
-        The manifest and the commit id.
+    """Download an artifact, `user/name[@revision]`, and check all hashes. Return the manifest and the commit id.
 
     Raises ValueError if `out` is not empty, the repository contains no artifact, a file differs from the manifest,
     or the hub cannot be reached.

@@ -36,5 +36,4 @@ class TextTranslation:
         return list(self._target(more, add_special_tokens=False, verbose=False).input_ids)
 
     def _text(self, tokenizer: Any, ids: Sequence[int]) -> str:
-        text: str = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        return text
+        return tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)

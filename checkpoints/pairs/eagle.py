@@ -70,8 +70,7 @@ def examine_eagle(target: ModelInfo, source: str, folder: Path) -> Diagnosis:
 
 def _layer_settings(config: Config) -> Config:
     """Return the config of the decoder layer, which the speculators format stores in a nested dictionary."""
-    settings: Config = config.get("transformer_layer_config", config)
-    return settings
+    return config.get("transformer_layer_config", config)
 
 
 def _form(config: Config, folder: Path, stored: Mapping[str, Any]) -> Iterator[Finding]:

@@ -24,14 +24,9 @@ def render_chat(
 ) -> str:
     """Render a conversation with a tokenizer's own chat template.
 
-    Args:
-        tokenizer: Tokenizer with a chat template.
-        messages: Messages with `role` and `content`.
-        prompt: Append the prefix of the next assistant message (`add_generation_prompt`).
-        tools: Tools that may be called.
-        options: Template variables, such as `enable_thinking`. `date` sets the current date (default: 2024-07-26).
-
-    Raises ValueError if the template fails.
+    Messages have `role` and `content`. With `prompt`, the prefix of the next assistant message is appended
+    (`add_generation_prompt`). `options` are template variables, such as `enable_thinking`; `date` sets the current date
+    (default: 2024-07-26). Raises ValueError if the template fails.
     """
     from jinja2 import TemplateError
 

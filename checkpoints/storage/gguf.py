@@ -92,14 +92,8 @@ def read_gguf(file: Path) -> Any:
 def convert_gguf(file: Path, folder: Path, dtype: str = "auto", progress: Progress | None = None) -> None:
     """Convert a GGUF file to a model folder, one tensor at a time.
 
-    Args:
-        file: GGUF file.
-        folder: Output folder.
-        dtype: Dtype of the weights. "auto" is bfloat16 for quantised or bfloat16 files, otherwise float32.
-        progress: Callback with the number of tensors written and the total number.
-
-    Raises:
-        ValueError: The file cannot be read, or transformers does not support the model or its pre-tokenizer.
+    `dtype` is the dtype of the weights: "auto" is bfloat16 for quantised or bfloat16 files, otherwise float32. Raises
+    ValueError if the file cannot be read, or transformers does not support the model or its pre-tokenizer.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer

@@ -23,13 +23,9 @@ _COPY = 1 << 24
 def write_table(path: Path, vocab_size: int, parts: Iterable[Run], unigram_V: Ints) -> None:
     """Write a bigram table atomically to a safetensors file. Equal tables give identical files.
 
-    The tensors are row_ptr int64 [V + 1], unigram int64 [V], col int32 [E] and count int32 [E].
-
-    Args:
-        path: File to write.
-        vocab_size: Vocabulary size V.
-        parts: Consecutive parts of the sorted keys and their counts, as `merge_runs` yields them.
-        unigram_V: Count of each token, int64 [V]; read after the last part.
+    The tensors are row_ptr int64 [V + 1], unigram int64 [V], col int32 [E] and count int32 [E]. `parts` are consecutive
+    parts of the sorted keys and their counts, as `merge_runs` yields them. The counts of the tokens, `unigram_V`, are
+    read after the last part.
 
     Raises ValueError if a count exceeds int32, or the counts are for a different vocabulary size.
     """
@@ -63,13 +59,12 @@ def write_table(path: Path, vocab_size: int, parts: Iterable[Run], unigram_V: In
 def _header(vocab_size: int, entries: int, room: int) -> bytes:
     """Return the safetensors header of a table with `entries` pairs, padded with spaces to `room` bytes."""
     described: dict[str, Any] = {"__metadata__": {"format": "pt", "vocab_size": str(vocab_size)}}
-    at = 0
     sizes = {"row_ptr": ("I64", 8, vocab_size + 1), "unigram": ("I64", 8, vocab_size)}
     sizes |= dict.fromkeys(("col", "count"), ("I32", 4, entries))
+    end = 0
     for name, (dtype, itemsize, size) in sizes.items():
-        end = at + size * itemsize
-        described[name] = {"dtype": dtype, "shape": [size], "data_offsets": [at, end]}
-        at = end
+        start, end = end, end + size * itemsize
+        described[name] = {"dtype": dtype, "shape": [size], "data_offsets": [start, end]}
     text = json.dumps(described, separators=(",", ":")).encode()
     length = max(room - 8, -(-len(text) // 8) * 8)
     return length.to_bytes(8, "little") + text.ljust(length)

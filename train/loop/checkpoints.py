@@ -119,7 +119,9 @@ class StateFolder:
         """
         target = self._path(position.step)
         temporary = target.with_name("." + target.name)
-        weights, optimizer = self._gather()
+        is_sharded = zero_stage(self._accelerator) > 0
+        weights = gather_state(self._accelerator, self._module) if is_sharded else self._module.state_dict()
+        optimizer = gather_optimizer(self._accelerator, self._groups) if is_sharded else self._optimizer.state_dict()
 
         def write() -> None:
             temporary.mkdir(parents=True)
@@ -179,13 +181,6 @@ class StateFolder:
             raise ValueError(
                 f"{self.folder} holds a run with other settings ({'; '.join(changes)}); choose another output folder"
             )
-
-    def _gather(self) -> tuple[Mapping[str, Tensor] | None, dict[str, Any] | None]:
-        """Return weights and optimizer state. Sharded tensors are gathered in the main process only."""
-        if zero_stage(self._accelerator):
-            weights = gather_state(self._accelerator, self._module)
-            return weights, gather_optimizer(self._accelerator, self._groups)
-        return self._module.state_dict(), self._optimizer.state_dict()
 
     def _write(self, folder: Path, weights: Mapping[str, Tensor] | None, optimizer: dict[str, Any] | None) -> None:
         assert weights is not None

@@ -198,14 +198,11 @@ class _Run:
         rank = self.accelerator.process_index
         torch.manual_seed(int(np.random.SeedSequence([config.seed, step, rank]).generate_state(1, np.uint64)[0]) >> 1)
         self.module.train()
-        losses, norm = run_micro_batches(
-            self.accelerator, self.module, self.stepper, batch, counts, config.micro_batch, self.micro_steps
-        )
+        losses, norm = self._run_micro_batches(batch, counts)
         loss = self._sum_over_processes(sum(losses, torch.zeros((), device=losses[0].device)), stop)
         line: dict[str, Any] = {"step": step + 1, "loss": loss, "learning_rate": rate, "grad_norm": norm}
         line["step_tokens"] = tokens
-        fault = self._fault(step, loss, norm, losses)
-        if fault is not None:
+        if (fault := self._fault(step, loss, norm, losses)) is not None:
             report.line(f"{self.title}: {fault}; the step is skipped, the weights are unchanged")
             line |= {"loss": math.nan, "skipped": fault}
             self.stepper.discard()
@@ -236,6 +233,22 @@ class _Run:
         if self.task.rewrites:
             numbers = self.accelerator.reduce(numbers, "sum")
         return batch, numbers[:-1].clamp(min=1).reshape(counts.shape), int(numbers[-1])
+
+    def _run_micro_batches(self, batch: Batch, counts: Tensor) -> tuple[list[Tensor], float]:
+        """Run the forward and backward passes of a step. Return losses (sums / `counts`) and the gradient norm."""
+        losses, norm, size = [], 0.0, self.config.micro_batch
+        for micro in range(self.micro_steps):
+            rows = slice(micro * size, (micro + 1) * size)
+            with self.accelerator.accumulate(self.module):
+                inputs = (part[rows].to(self.accelerator.device, non_blocking=True) for part in batch)
+                loss_sums, _ = self.module(*inputs)
+                loss = (loss_sums.float() / counts).sum()
+                losses.append(loss.detach())
+                # accelerate divides by the accumulation steps and DDP by the processes; undo both
+                self.stepper.backward(loss * (self.micro_steps * self.world))
+                if self.accelerator.sync_gradients:
+                    norm = self.stepper.norm()
+        return losses, norm
 
     def _sum_over_processes(self, loss: Tensor, stop: StopSignals) -> float:
         """Sum the loss over all processes, and share received stop signals in the same reduction."""
@@ -364,21 +377,3 @@ def _rows(micro: int, rank: int, world: int, micro_batch: int) -> np.ndarray:
     """Return the rows of the global batch that one process handles in one micro step."""
     first = (micro * world + rank) * micro_batch
     return np.arange(first, first + micro_batch)
-
-
-def run_micro_batches(
-    accelerator: Any, module: Any, stepper: Stepper, batch: Batch, counts: Tensor, size: int, micro_steps: int
-) -> tuple[list[Tensor], float]:
-    """Run forward and backward passes on `size` rows each. Return losses (sums / `counts`) and the gradient norm."""
-    losses, norm = [], 0.0
-    for micro in range(micro_steps):
-        rows = slice(micro * size, (micro + 1) * size)
-        with accelerator.accumulate(module):
-            loss_sums, _ = module(*(part[rows].to(accelerator.device, non_blocking=True) for part in batch))
-            part = (loss_sums.float() / counts).sum()
-            losses.append(part.detach())
-            # accelerate divides by the accumulation steps and DDP by the processes; undo both
-            stepper.backward(part * (micro_steps * accelerator.num_processes))
-            if accelerator.sync_gradients:
-                norm = stepper.norm()
-    return losses, norm

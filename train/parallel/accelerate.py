@@ -171,16 +171,14 @@ class Stepper:
             self._optimizer.zero_grad()
             return
         # DeepSpeed only discards gradients that are not finite, so report an infinite norm
-        zero = self._engine.optimizer
-        infinite = torch.tensor(math.inf)
-        if self._engine.zero_optimization_stage() < 3:
-            zero.scaled_global_norm = lambda: infinite
-        else:
-            zero._get_norm_groups = lambda: [infinite]
+        zero, infinite = self._engine.optimizer, torch.tensor(math.inf)
+        has_groups = self._engine.zero_optimization_stage() == 3
+        name, norm = ("_get_norm_groups", [infinite]) if has_groups else ("scaled_global_norm", infinite)
+        setattr(zero, name, lambda: norm)
         try:
             self._engine.step()
         finally:
-            del zero.__dict__["scaled_global_norm" if "scaled_global_norm" in zero.__dict__ else "_get_norm_groups"]
+            delattr(zero, name)
         assert not self._engine.was_step_applied()
 
 

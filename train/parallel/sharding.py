@@ -24,8 +24,7 @@ def gather_state(accelerator: Any, module: nn.Module) -> dict[str, Tensor] | Non
     for name, tensor in bare.state_dict(keep_vars=True).items():
         if id(tensor) not in copies:
             copies[id(tensor)] = _gather_tensor(accelerator, name, tensor)
-        copy = copies[id(tensor)]
-        if copy is not None:
+        if (copy := copies[id(tensor)]) is not None:
             state[name] = copy
     return state if accelerator.is_main_process else None
 

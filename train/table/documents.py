@@ -27,13 +27,8 @@ def token_documents(
 ) -> Iterator[list[np.ndarray]]:
     """Yield the documents of each conversation as token ids, int32 [T], for counting pairs of adjacent tokens.
 
-    Args:
-        conversations: Conversations to count.
-        tokenizer: Tokenizer of the table.
-        template: Chat template that renders the conversations.
-        pairs: `documents` for whole conversations without the template's default system prompt, `answers` for each
-            supervised span with the token before it.
-        last_turn_only: Whether to supervise only the last answer.
+    `pairs` is `documents` for whole conversations without the template's default system prompt, or `answers` for each
+    supervised span with the token before it. With `last_turn_only`, only the last answer is supervised.
 
     Raises ValueError if the turns of a conversation are not [system], user, assistant, …
     """

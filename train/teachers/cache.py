@@ -169,8 +169,7 @@ class RowCache:
 def look_up(caches: Sequence[RowCache], batch: Batch) -> tuple[RowCache, np.ndarray, np.ndarray]:
     """Return the cache that contains a batch, and the result of `RowCache.find`. Raises ValueError if there is none."""
     for cache in caches:
-        rows = cache.find(batch)
-        if rows is not None:
+        if (rows := cache.find(batch)) is not None:
             return cache, *rows
     folders = ", ".join(str(cache.folder) for cache in caches)
     raise ValueError(f"a batch contains documents that are in no cache: run `prepare --teacher` ({folders})")
@@ -179,12 +178,10 @@ def look_up(caches: Sequence[RowCache], batch: Batch) -> tuple[RowCache, np.ndar
 def kept_positions(batch: Batch, reach: int) -> np.ndarray:
     """Return a mask (bool [X]) of the flattened positions that have a row in a cache; see `Source.reach`."""
     if not reach:
-        every_X: np.ndarray = (batch.documents_BT != PADDING).flatten().cpu().numpy()
-        return every_X
+        return (batch.documents_BT != PADDING).flatten().cpu().numpy()
     offsets = range(1, reach + 1)
     ahead = [shifted_labels(batch.labels_BT, batch.documents_BT, offset) != IGNORED for offset in offsets]
-    has_row_X: np.ndarray = torch.stack(ahead).any(0).flatten().cpu().numpy()
-    return has_row_X
+    return torch.stack(ahead).any(0).flatten().cpu().numpy()
 
 
 @dataclass(frozen=True)
@@ -324,8 +321,7 @@ def _shards(rows_of_block: np.ndarray, most: int) -> Iterator[Shard]:
     first = number = 0
     while first < len(rows_of_block):
         end = max(first + 1, int(np.searchsorted(total, total[first] + most, "right")) - 1)
-        rows = int(total[end] - total[first])
-        if rows:
+        if rows := int(total[end] - total[first]):
             yield Shard(number, first, end, int(total[first]), rows)
             number += 1
         first = end
