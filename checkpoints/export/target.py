@@ -52,8 +52,8 @@ def compare_tokenizers(artifact: Path, folder: Path) -> list[str]:
     if not has_tokenizer(artifact):
         return []
 
-    def describe(folder: Path) -> Any:
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    def describe(path: Path) -> Any:
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
         ids = [tokenizer(text)["input_ids"] for text in (*_PROBES, *tokenizer.all_special_tokens)]
         return tokenizer_fingerprint(tokenizer), tokenizer.chat_template, ids
 
