@@ -269,14 +269,6 @@ class PredictionHeads(nn.Module):
         weight_VD = self.projection(0)
         return weight_VD.data_ptr(), weight_VD.device, None if weight_VD.is_inference() else weight_VD._version
 
-    def head_forward(self, k: int, hidden_XD: Tensor) -> Tensor:
-        """Compute head k's logits [..., V] for hidden states [..., D]; −∞ for tokens outside the draft vocabulary."""
-        features_XF = self._features(k, hidden_XD)
-        if self.projection_kind == "target":
-            return self._apply_target_projection(features_XF)
-        tail = self._tail(k)  # called as a layer, so that ZeRO-3 gathers its weight
-        return tail.up(features_XF) if self.projection_kind == "low-rank" else tail(features_XF)
-
     def _features(self, k: int, hidden_XD: Tensor) -> Tensor:
         features_XD = self._head(k)[: self.num_layers](self._scale_states(hidden_XD))
         return self._tail(k).down(features_XD) if self.projection_kind == "low-rank" else features_XD
@@ -316,7 +308,8 @@ class PredictionHeads(nn.Module):
             features_XKD = self.features(hidden_XD) if one_by_one else self._stacked_forward(hidden_XD)
             return self._apply_target_projection(features_XKD)
         if one_by_one:
-            return torch.stack([self.head_forward(k, hidden_XD) for k in range(self.num_heads)], -2)
+            scaled_XD = self._scale_states(hidden_XD)
+            return torch.stack([self._head(k)(scaled_XD) for k in range(self.num_heads)], -2)
         return self._stacked_forward(hidden_XD)
 
     def _stacked_forward(self, hidden_XD: Tensor) -> Tensor:
