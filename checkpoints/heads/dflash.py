@@ -325,4 +325,6 @@ def _read_settings(config: Mapping[str, Any], path: Path) -> tuple[list[int], in
     for name, value in ((f"{SETTINGS}.{MASK}", mask), (BLOCK, size)):
         if type(value) is not int:
             raise ValueError(f"{path}: {name} must be an integer, got {value!r}")
+    assert isinstance(mask, int)
+    assert isinstance(size, int)
     return [layer + 1 for layer in named], mask, size

@@ -119,7 +119,11 @@ def _file_rows(path: Path, columns: Columns) -> _Rows:
                     raise ValueError(f"{_MOST_BLANK:,} empty lines in a row")
         else:
             for row, value in enumerate(_json_values(stream), start=1):
-                yield row, lambda value=value: value
+                yield row, partial(_same, value)
+
+
+def _same(value: Any) -> Any:
+    return value
 
 
 def _json_values(stream: TextIO) -> Iterator[Any]:
