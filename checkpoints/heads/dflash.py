@@ -37,6 +37,7 @@ class _Attention(Attention):
     def __init__(self, config: Qwen3Config) -> None:
         super().__init__(config, config.hidden_size)
         self.q_norm, self.k_norm = (Norm(config.head_dim, config.rms_norm_eps) for _ in range(2))
+        self.scaling = config.head_dim**-0.5
 
 
 class _Layer(nn.Module):
