@@ -139,6 +139,16 @@ def load_script() -> Callable[[Path], ModuleType]:
 
 
 @pytest.fixture(scope="session")
+def build_family(load_script: Callable[[Path], ModuleType]) -> Callable[..., Any]:
+    """Return a function that builds a tiny random model of a type: `build_family("qwen3", vocab_size=320)`."""
+    bench = Path(__file__).with_name("bench")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(bench))
+        script = load_script(bench / "families.py")
+    return lambda kind, **overrides: script.build(kind, overrides).requires_grad_(False)
+
+
+@pytest.fixture(scope="session")
 def stand_in(load_script: Callable[[Path], ModuleType]) -> ModuleType:
     """Return the module that simulates the hub locally."""
     return load_script(Path(__file__).with_name("checkpoints") / "hub_stand_in.py")

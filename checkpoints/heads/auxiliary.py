@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..storage.draft_vocabulary import TOKENS, check_tokens
+from .logits import LogitShape
 
 HEAD = "lm_head.weight"
 
@@ -64,6 +65,8 @@ class AuxiliaryHeads(nn.Module):
     projection_kind = "target"
     output = bias_V = None
     """Transformation and bias of the logits: none, as in serving engines."""
+    fc: nn.Linear
+    norm: Norm
     own_head: Tensor | None = None
     """Output projection [R, D] stored with the heads, which may differ from the target's; None if there is none."""
 
@@ -114,6 +117,61 @@ class AuxiliaryHeads(nn.Module):
         self._attached = (embedding_VD.detach(), rows_RD.to(lm_head_VD.device))
         return self
 
+    def begin_with(self, target: Any) -> nn.ModuleList:
+        """Initialise `fc` and the final norm from the target, and return the target's layers."""
+        config, decoder = target.config.get_text_config(decoder=True), target.get_decoder()
+        weight_DG = self.fc.weight.zero_()
+        weight_DG[:, -self.hidden_size :].copy_(torch.eye(self.hidden_size))
+        if (scale_D := norm_scale(getattr(decoder, "norm", None))) is not None:
+            self.norm.weight.copy_(scale_D * LogitShape.of(config).scale)
+        return decoder_layers(decoder, config.num_hidden_layers)
+
+    def copy_layer(self, layer: nn.Module, source: nn.Module, renamed: Mapping[str, str | None]) -> None:
+        """Copy weights of a target's layer to those of a drafter's layer that have the same name and shape.
+
+        `renamed` maps names of submodules to other names in `source`, or to None if they are not copied.
+        """
+        modules = dict[str | None, nn.Module](source.named_modules())
+        for name, module in layer.named_modules():
+            weight, other = getattr(module, "weight", None), modules.get(renamed.get(name, name))
+            initial = norm_scale(other) if name.endswith("norm") else getattr(other, "weight", None)
+            if isinstance(weight, Tensor) and initial is not None:
+                # EAGLE-3 layers read a token embedding in the first columns.
+                part = weight if weight.shape == initial.shape else weight[..., self.hidden_size :]
+                if part.shape == initial.shape:
+                    part.copy_(initial)
+
+    @staticmethod
+    def layer_sizes(config: Any) -> dict[str, Any]:
+        """Return the settings of a drafter's Llama or Qwen3 layers for a target's text configuration.
+
+        Only the hidden size and the vocabulary must be the target's. Its other sizes are used if its configuration has
+        them, because the weights of its layers can then initialise the drafter.
+        """
+        config = getattr(config, "per_layer_config", [config])[-1]  # fields that differ between layers are not readable
+
+        def first(*names: str) -> Any:
+            return next((value for name in names if (value := getattr(config, name, None))), None)
+
+        hidden, rope = config.hidden_size, first("rope_parameters") or {}
+        heads = first("num_attention_heads") or max(hidden // 64, 1)
+        rope = rope.get("full_attention") or rope
+        # Engines do not read partial or multimodal rotations of drafters.
+        portable = rope.get("partial_rotary_factor", 1.0) == 1.0 and not any(name.startswith("mrope") for name in rope)
+        if not portable or rope.get("rope_type") not in ("linear", "dynamic", "yarn", "llama3", "longrope"):
+            rope = {"rope_type": "default", "rope_theta": rope.get("rope_theta") or 10000.0}
+        return {
+            "hidden_size": hidden,
+            "vocab_size": config.vocab_size,
+            "intermediate_size": first("intermediate_size") or 4 * hidden,
+            "num_attention_heads": heads,
+            "num_key_value_heads": first("num_key_value_heads") or heads,
+            "head_dim": first("head_dim") or max(hidden // heads // 2 * 2, 2),
+            "rms_norm_eps": first("rms_norm_eps", "norm_eps", "layer_norm_epsilon", "layer_norm_eps") or 1e-6,
+            "max_position_embeddings": first("max_position_embeddings", "max_seq_len") or 1 << 15,
+            "rope_parameters": rope,
+        }
+
     def stored_tensors(self) -> dict[str, Tensor]:
         """Return the tensors to store, on the CPU, including the draft vocabulary (`d2t`, `t2d`) and its projection."""
         tensors = dict(self.state_dict())
@@ -126,6 +184,34 @@ class AuxiliaryHeads(nn.Module):
             known_V[ids_R.cpu()] = True
             tensors["t2d"] = known_V
         return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+
+
+def decoder_layers(decoder: nn.Module, count: int) -> nn.ModuleList:
+    """Return the list of a decoder's `count` layers. Raises ValueError if there is none."""
+    lists = (part for part in decoder.modules() if isinstance(part, nn.ModuleList) and len(part) == count)
+    if (layers := next(lists, None)) is None:
+        raise ValueError(f"{type(decoder).__name__} has no list of {count} layers, so their inputs cannot be read")
+    return layers
+
+
+def input_embeddings(model: Any) -> Tensor:
+    """Return a model's token embeddings [V, D], multiplied by the scale that its embedding module applies (Gemma)."""
+    module = model.get_input_embeddings()
+    weight_VD, scale = module.weight.detach(), getattr(module, "embed_scale", 1.0)
+    return weight_VD if scale == 1 else weight_VD * torch.as_tensor(scale).to(weight_VD)
+
+
+def norm_scale(norm: Any) -> Tensor | None:
+    """Return the factors [D] by which a norm multiplies normalised states; None if it has none.
+
+    Some RMSNorms store the factors minus 1 (Gemma, Qwen3-Next), so they are computed from an output of the norm.
+    """
+    if (weight_D := getattr(norm, "weight", None)) is None or weight_D.dim() != 1:
+        return None
+    signs_1D = torch.ones(1, len(weight_D), dtype=weight_D.dtype, device=weight_D.device)
+    signs_1D[:, 1::2] = -1  # the mean is 0 and the mean square is 1
+    scale_D: Tensor = ((norm(signs_1D) - norm(-signs_1D)) / 2 * signs_1D)[0]
+    return scale_D
 
 
 Heads = TypeVar("Heads", bound=AuxiliaryHeads)

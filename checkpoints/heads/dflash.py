@@ -27,7 +27,6 @@ from ..storage.names import CONFIG_FILE, WHOLE_FILES
 from ..storage.safe_read import read_json
 from .auxiliary import HEAD, Attention, AuxiliaryHeads, Mlp, Norm, check_layers, draft_tokens_in, fill_heads
 from .layouts import DFLASH, DSPARK
-from .logits import LogitShape
 
 SETTINGS, LAYER_IDS, MASK, BLOCK = "dflash_config", "target_layer_ids", "mask_token_id", "block_size"
 """Config keys: section of DFlash settings, ids of target layers, id of the mask token, and tokens of a block."""
@@ -103,21 +102,13 @@ class DFlashHeads(AuxiliaryHeads):
             raise ValueError(
                 f"layers must be at least 1, since a DFlash drafter reads outputs of layers, got {[*layers]}"
             )
-        names = ("hidden_size", "num_attention_heads", "vocab_size", "max_position_embeddings")
-        if missing := [name for name in names if getattr(config, name, None) is None]:
-            raise ValueError(f"DFlash drafters do not support {config.model_type!r}: its config has no {missing[0]}")
-        sizes = {name: getattr(config, name) for name in names}
-        heads, rope = config.num_attention_heads, getattr(config, "rope_parameters", None) or {}
+        sizes = cls.layer_sizes(config)
+        sizes["rope_parameters"] = {"rope_type": "default", "rope_theta": sizes["rope_parameters"]["rope_theta"]}
         own = Qwen3Config(
             **sizes,
-            intermediate_size=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
-            num_key_value_heads=getattr(config, "num_key_value_heads", None) or heads,
-            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-            rms_norm_eps=getattr(config, "rms_norm_eps", None) or 1e-6,
             num_hidden_layers=num_layers,
             num_target_layers=count,
             tie_word_embeddings=False,
-            rope_parameters={"rope_type": "default", "rope_theta": rope.get("rope_theta") or 10000.0},
             layer_types=["full_attention"] * num_layers,
         )
         return cls(own, layers, mask, block_size, proposed, **options)
@@ -125,17 +116,9 @@ class DFlashHeads(AuxiliaryHeads):
     @torch.no_grad()
     def begin_as(self, target: Any) -> Self:
         """Initialise the weights from the target's last layers and final norm, where the shapes are equal."""
-        decoder = target.get_decoder()
-        sources = getattr(decoder, "layers", [])[-len(self.layer_stack) :]
+        sources = [*self.begin_with(target)][-len(self.layer_stack) :]
         for layer, source in zip(self.layer_stack, sources, strict=False):
-            own = layer.state_dict()
-            fitting = {name: each for name, each in source.state_dict().items() if _fits(own.get(name), each)}
-            layer.load_state_dict(own | fitting)
-        self.fc.weight.zero_()
-        self.fc.weight[:, -self.hidden_size :].copy_(torch.eye(self.hidden_size))
-        weight: Any = getattr(getattr(decoder, "norm", None), "weight", None)
-        if _fits(self.norm.weight, weight):
-            self.norm.weight.data.copy_(weight * LogitShape.of(target.config.get_text_config(decoder=True)).scale)
+            self.copy_layer(layer, source, {})
         return self
 
     def context(self, aux_BTG: Tensor) -> Tensor:
@@ -214,10 +197,6 @@ class DFlashHeads(AuxiliaryHeads):
 
     def _split(self, states_BTO: Tensor) -> Tensor:
         return states_BTO.unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2)
-
-
-def _fits(own: Tensor | None, other: Tensor | None) -> bool:
-    return own is not None and other is not None and own.shape == other.shape
 
 
 def default_layers(count: int) -> list[int]:

@@ -27,7 +27,6 @@ from ..storage.names import CONFIG_FILE, WHOLE_FILES
 from ..storage.safe_read import read_json
 from .auxiliary import HEAD, Attention, AuxiliaryHeads, Mlp, Norm, check_layers, draft_tokens_in, fill_heads
 from .layouts import EAGLE
-from .logits import LogitShape
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 NORMED = "norm_before_residual"
@@ -35,7 +34,7 @@ NORMED = "norm_before_residual"
 FC_NORM, NORM_BEFORE_FC, NORM_OUTPUT = NORMS = ("fc_norm", "norm_before_fc", "norm_output")
 """Config keys of the norms of EAGLE-3.1. The first two normalise the auxiliary hidden states before `fc`, either each
 of them or their concatenation. With `norm_output`, the next drafting step reads the output of the final norm."""
-_LIKE_THE_TARGET = (
+_STORED = (
     *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size"),
     *("rms_norm_eps", "max_position_embeddings", "rope_parameters", "hidden_act"),
 )
@@ -87,35 +86,21 @@ class EagleHeads(AuxiliaryHeads):
 
         `norms` lists the norms of EAGLE-3.1 (see `NORMS`).
 
-        Raises ValueError if the target is not of Llama type or does not have these layers.
+        Raises ValueError if the target does not have these layers.
         """
+        config = config.get_text_config(decoder=True)
         count = config.num_hidden_layers
         layers = list(default_layers(count) if layers is None else layers)
         check_layers(layers, count)
-        if missing := [name for name in _LIKE_THE_TARGET if getattr(config, name, None) is None and name != "head_dim"]:
-            raise ValueError(f"EAGLE-3 heads require a Llama-type target: {config.model_type!r} has no {missing[0]}")
         assert set(norms) <= set(NORMS), norms
-        sizes = {name: getattr(config, name, None) for name in _LIKE_THE_TARGET} | dict.fromkeys(norms, True)
+        sizes = cls.layer_sizes(config) | dict.fromkeys(norms, True)
         return cls(LlamaConfig(**sizes, num_hidden_layers=1, tie_word_embeddings=False), layers, proposed, num_heads)
 
     @torch.no_grad()
     def begin_as(self, target: Any) -> Self:
-        """Initialise the weights from the target's layer `max(layers)` and final norm if it is a Llama-type target."""
-        decoder, hidden = target.get_decoder(), self.hidden_size
-        target_layer, layer = decoder.layers[max(self.layers)], self.midlayer
-        if not hasattr(target_layer.self_attn, "q_proj") or not hasattr(target_layer.mlp, "gate_proj"):
-            return self
-        self.fc.weight.zero_()
-        self.fc.weight[:, -hidden:].copy_(torch.eye(hidden))
-        for name in ("q_proj", "k_proj", "v_proj"):
-            weight = getattr(layer.self_attn, name).weight
-            weight[:, hidden:].copy_(getattr(target_layer.self_attn, name).weight)
-        layer.self_attn.o_proj.weight.copy_(target_layer.self_attn.o_proj.weight)
-        for name in ("gate_proj", "up_proj", "down_proj"):
-            getattr(layer.mlp, name).weight.copy_(getattr(target_layer.mlp, name).weight)
-        layer.hidden_norm.weight.copy_(target_layer.input_layernorm.weight)
-        layer.post_attention_layernorm.weight.copy_(target_layer.post_attention_layernorm.weight)
-        self.norm.weight.copy_(decoder.norm.weight * LogitShape.of(target.config).scale)
+        """Initialise the weights from the target's layer `max(layers)` and final norm, where the shapes are equal."""
+        source = self.begin_with(target)[max(self.layers)]
+        self.copy_layer(self.midlayer, source, {"hidden_norm": "input_layernorm", "input_layernorm": None})
         return self
 
     def norm_aux(self, aux_XG: Tensor) -> Tensor:
@@ -204,7 +189,7 @@ def save_eagle(heads: EagleHeads, directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     stored = heads.stored_tensors()
     save_file(stored, directory / WHOLE_FILES[0], metadata={"format": "pt"})
-    named = {name: getattr(heads.config, name) for name in _LIKE_THE_TARGET} | {
+    named = {name: getattr(heads.config, name) for name in _STORED} | {
         "architectures": [EAGLE],
         "model_type": "llama",
         "num_hidden_layers": 1,

@@ -14,7 +14,7 @@ from ..storage.chat_templates import render_chat
 from ..storage.messages import shared_length
 from ..storage.names import DRAFT_VOCABULARY
 from ..storage.places import find_local
-from ..verify.families import family_fault, is_stateful
+from ..verify.families import family_fault, is_stateful, tree_fault
 from .sides import REFUSED, Diagnosis, Effect, Finding, ModelInfo, degrade, refuse
 
 LLAMA_CPP_SIZES = 128
@@ -90,6 +90,8 @@ def _check_family(target: ModelInfo, drafter: ModelInfo) -> Iterator[Finding]:
         effects = dict[str, Effect]()
         if fault := family_fault(model.config):
             effects = refuse(fault, "draftsmith")
+        elif fault := tree_fault(model.config):
+            effects = degrade(f"it drafts chains only, not token trees: {fault}", "draftsmith")
         elif model.config.model_type == "mpt":
             effects = degrade("MPT's ALiBi positions support chain drafts only, not token trees", "draftsmith")
         if is_stateful(model.config):

@@ -216,7 +216,7 @@ def _check_markov(config: Config, trained: Config, stored: Config) -> Iterator[F
 def _check_family(kind: str) -> Iterator[Finding]:
     effects = dict[str, Effect]()
     if kind.startswith("gemma"):
-        effects |= degrade("it scales the embeddings of the block, unlike the training", "transformers", "sglang")
+        effects |= degrade("it does not scale the embeddings of the block, unlike the training", "vllm")
     if not kind.startswith(SGLANG_TARGETS):
         effects |= refuse(f"it does not return hidden states of {kind} targets to DFlash drafters", "sglang")
     yield Finding("family", "not all engines support this target", kind, "", effects)

@@ -4,23 +4,26 @@ Shape letters: B batch, M new tokens, n tree nodes up to the last new node, S ca
 auxiliary hidden states, H heads, E head width, N tree nodes, L leaves, P nodes of a path, X = B · L.
 """
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import Cache, PreTrainedModel
+from transformers import PreTrainedModel
 
+from ...checkpoints.heads.auxiliary import decoder_layers
 from ...checkpoints.heads.logits import LogitShape
 from ...checkpoints.storage.draft_vocabulary import widen
+from ...checkpoints.verify.families import tree_fault
 from ...checkpoints.verify.windows import position_limit, windows
 from ..tree import Tree
 from .draft_vocabulary import kept_tokens
-from .final_norm import final_norm, norm_input
-from .kv_cache import KVCache
+from .final_norm import final_norm, module_inputs
+from .kv_cache import KVCache, RowCache, SlotCache
 from .products.shared import stored_weights
 
 NO_LIMIT = 1 << 30
@@ -147,7 +150,8 @@ class LanguageModel(ABC):
         if self.tree_fault is not None:
             works = "autoregressive, speculative, adaptive, prompt-lookup, unigram, bigram, bpd"
             raise ValueError(
-                f"{method} requires tree attention, but {self.tree_fault}; use a method that drafts chains: {works}"
+                f"{method} requires tree attention, but {self.tree_fault}; use a method that drafts chains: {works} "
+                "(`speculative` and `adaptive` with a draft model, EAGLE-3 heads or a DFlash drafter)"
             )
 
     def fuse_aux(self, aux_BMG: Tensor) -> Tensor:
@@ -221,29 +225,14 @@ class LanguageModel(ABC):
 _KINDS = "sliding_attention", "full_attention"
 
 
-class SlotCache(Cache):
-    """Adapter that lets the attention layers of transformers read and write a `KVCache`."""
-
-    def __init__(self, cache: KVCache, start: int, end: int) -> None:
-        super().__init__(layers=[])
-        self._cache, self._start, self._end = cache, start, end
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        self._cache.write(layer_idx, key_states, value_states, self._start)
-        return self._cache.view(layer_idx, self._end)
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return max(self._cache.lengths) + self._start
-
-
 class TransformersModel(LanguageModel):
     """Wrapper for any transformers decoder, including models that are loaded with a `device_map`.
 
     Raises:
         ValueError: `states` is "before-norm", but the model has no final norm.
     """
+
+    kv_heads = key_width = value_width = 0
 
     def __init__(self, model: PreTrainedModel, states: str = "after-norm", aux_layers: Sequence[int] = ()) -> None:
         config = model.config.get_text_config(decoder=True)
@@ -254,9 +243,11 @@ class TransformersModel(LanguageModel):
         weights = stored_weights(model.get_input_embeddings())
         self.device, self.dtype = weights.device, weights.dtype
         self.layers = config.num_hidden_layers
-        heads = config.num_attention_heads
-        self.kv_heads = getattr(config, "num_key_value_heads", None) or heads
-        self.key_width = self.value_width = getattr(config, "head_dim", None) or config.hidden_size // heads
+        self.tree_fault = tree_fault(model.config)
+        if self.tree_fault is None:
+            heads = config.num_attention_heads
+            self.kv_heads = getattr(config, "num_key_value_heads", None) or heads
+            self.key_width = self.value_width = getattr(config, "head_dim", None) or config.hidden_size // heads
         self._shape = LogitShape.of(config)
         # In Llama 4 `base_model` is the whole model, because the decoder has an unusual name.
         self._decoder: nn.Module = getattr(model, "model", model) if model.base_model is model else model.base_model
@@ -265,6 +256,10 @@ class TransformersModel(LanguageModel):
             self._kept_weight_RD = model.get_output_embeddings().weight.detach()[self._kept_R]
         self.states, self.aux_layers = states, tuple(aux_layers)
         self._norm = final_norm(self._decoder) if states == "before-norm" else None
+        layers: Any = decoder_layers(self._decoder, self.layers) if aux_layers else ()
+        self._watched: list[nn.Module] = [layers[layer] for layer in aux_layers if layer < self.layers]
+        """Modules whose inputs `extend` returns."""
+        self._watched += [] if self._norm is None else [self._norm]
         if len({parameter.device for parameter in model.parameters()}) > 1:
             self.layer_devices = self._find_devices()
             if self.device.type == "meta":
@@ -273,9 +268,7 @@ class TransformersModel(LanguageModel):
     def _find_devices(self) -> list[torch.device]:
         """Return the device of each layer. Offloaded layers run on the first device with weights."""
         first = next(weight.device for weight in self.model.parameters() if weight.device.type != "meta")
-        lists = (part for part in self._decoder.modules() if isinstance(part, nn.ModuleList))
-        layers = next(part for part in lists if len(part) == self.layers)
-        devices = [next(layer.parameters()).device for layer in layers]
+        devices = [next(layer.parameters()).device for layer in decoder_layers(self._decoder, self.layers)]
         return [first if device.type == "meta" else device for device in devices]
 
     def _forward(
@@ -297,14 +290,15 @@ class TransformersModel(LanguageModel):
             "past_key_values": SlotCache(cache, start, end),
             "use_cache": True,
         }
-        if self.aux_layers:
-            inputs["output_hidden_states"] = True
-        seeing: AbstractContextManager[list[Tensor]] = nullcontext([]) if self._norm is None else norm_input(self._norm)
-        with masked_attention(self.model), seeing as norm_inputs:
+        return self._run(inputs)
+
+    def _run(self, inputs: dict[str, Any]) -> Tensor:
+        """Run the decoder, and return the hidden states [B, M, D] or [B, M, G + D] that `extend` returns."""
+        with masked_attention(self.model), module_inputs(self._watched) as read:
             outputs = self._decoder(**inputs)
-        hidden_BMD = outputs.last_hidden_state if self._norm is None else norm_inputs[0].reshape(*tokens_BM.shape, -1)
-        aux_states = [outputs.hidden_states[layer].to(self.device) for layer in self.aux_layers]
-        return torch.cat((*aux_states, hidden_BMD.to(self.device)), -1) if aux_states else hidden_BMD.to(self.device)
+        states = read if self._norm is not None else [*read, outputs.last_hidden_state]
+        shape = inputs["input_ids"].shape
+        return torch.cat([each.to(self.device).reshape(*shape, -1) for each in states], -1)
 
     def logits(self, hidden_XD: Tensor) -> Tensor:
         if self.aux_layers:
@@ -319,12 +313,47 @@ class TransformersModel(LanguageModel):
         return widen(logits_XR, self._kept_R, self.vocab_size)
 
 
+class RowwiseModel(TransformersModel):
+    """Wrapper that runs rows one after the other, each with its own cache of transformers.
+
+    It supports any causal decoder, including recurrent layers, but only chains of draft tokens.
+    """
+
+    one_by_one: bool = False
+    """Run only one token in each forward, except for the first tokens of a row."""
+
+    def __init__(self, model: PreTrainedModel, states: str = "after-norm", aux_layers: Sequence[int] = ()) -> None:
+        super().__init__(model, states, aux_layers)
+        parameters = inspect.signature(self._decoder.forward).parameters
+        self._cache_name = "past_key_values" if "past_key_values" in parameters else "cache_params"
+
+    def new_cache(self, batch: int, capacity: int) -> KVCache:
+        return RowCache(batch, capacity, self.device, self.config)
+
+    def extend(
+        self, cache: KVCache, tokens_BM: Tensor, tree: Tree | None = None, start: int = 0, stop: int | None = None
+    ) -> Tensor:
+        assert isinstance(cache, RowCache)
+        cache.check_capacity(start + tokens_BM.shape[1])
+        if tree is not None and not tree.is_chain:
+            self.check_trees("this method")
+        rows = zip(cache.states, tokens_BM.tolist(), cache.lengths, strict=True)
+        return torch.stack([state.run(ids, length + start, length, self._run_row) for state, ids, length in rows])
+
+    def _run_row(self, ids: list[int], cache: Any, cached: int) -> Tensor:
+        """Return the hidden states [M, D] of tokens that follow the `cached` tokens of a cache."""
+        ids_1M = torch.tensor([ids], device=self.device)
+        parts = ids_1M.split(1, 1) if self.one_by_one and cached else [ids_1M]
+        inputs = {self._cache_name: cache, "use_cache": True}
+        return torch.cat([self._run({"input_ids": part_1M} | inputs)[0] for part_1M in parts])
+
+
 def extend_by_path(model: LanguageModel, cache: KVCache, tokens_BN: Tensor, tree: Tree) -> Tensor:
     """Run `extend` on a tree without tree attention, with each path as a row that has its own copy of the cache.
 
     All leaves must have the same depth (arXiv 2401.06706, section 3.3 and table 4).
     """
-    if tree.is_chain:
+    if tree.is_chain or isinstance(cache, RowCache):
         return model.extend(cache, tokens_BN, tree)
     assert len(tree.parents_BN) == 1, "all rows must have the same tree"
     path_LP, leaf_N = tree.leaf_paths

@@ -1,7 +1,7 @@
-"""Access to the hidden states before a decoder's final norm (the residual stream)."""
+"""Access to the residual stream of a decoder: the inputs of its layers and of its final norm."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -46,16 +46,20 @@ def final_norm(decoder: nn.Module) -> nn.Module:
 
 
 @contextmanager
-def norm_input(norm: nn.Module) -> Iterator[list[Tensor]]:
-    """Return a context manager that yields a list with the input of the norm's latest call in this thread."""
+def module_inputs(modules: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
+    """Return a context manager that yields a list of the modules' inputs in their latest calls in this thread.
+
+    Modules must be listed in the order of their calls.
+    """
     thread, inputs = threading.get_ident(), list[Tensor]()
 
-    def record(_: nn.Module, args: tuple[Any, ...]) -> None:
+    def record(module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         if threading.get_ident() == thread:
-            inputs[:] = args[:1]
+            inputs[modules.index(module) :] = [args[0] if args else options["hidden_states"]]
 
-    handle = norm.register_forward_pre_hook(record)
+    handles = [module.register_forward_pre_hook(record, with_kwargs=True) for module in modules]
     try:
         yield inputs
     finally:
-        handle.remove()
+        for handle in handles:
+            handle.remove()

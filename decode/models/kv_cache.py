@@ -5,12 +5,13 @@ Shape letters: L layers, B batch, H key/value heads, S cache slots, M new tokens
 
 import copy
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers import Cache, DynamicCache
 
 
 def to_device(numbers: Tensor, device: torch.device) -> Tensor:
@@ -183,3 +184,95 @@ class IndexedCache(KVCache):
     def write(self, layer: int, key_BHME: Tensor, value_BHME: Tensor, start: int) -> None:
         self.keys[layer][self._rows_B1, :, self.slots_BM] = key_BHME.transpose(1, 2)
         self.values[layer][self._rows_B1, :, self.slots_BM] = value_BHME.transpose(1, 2)
+
+
+class SlotCache(Cache):
+    """Adapter that lets the attention layers of transformers read and write a `KVCache`."""
+
+    def __init__(self, cache: KVCache, start: int, end: int) -> None:
+        super().__init__(layers=[])
+        self._cache, self._start, self._end = cache, start, end
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        self._cache.write(layer_idx, key_states, value_states, self._start)
+        return self._cache.view(layer_idx, self._end)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return max(self._cache.lengths) + self._start
+
+
+_REPLAYED = 32
+"""Number of tokens after a snapshot above which a new snapshot is taken."""
+_SNAPSHOTS = 2
+"""Number of snapshots per row. A drafter may read tokens of its last two steps again, if rows differ in length."""
+
+
+class RowState:
+    """Cache of transformers for one row, which can return to any earlier number of tokens.
+
+    Layers that hold recurrent states or sliding windows cannot be cropped. They are copied before a draft, and the
+    tokens after the copy are run again when draft tokens have been rejected.
+    """
+
+    def __init__(self, config: Any) -> None:
+        self._config, self._ids = config, list[int]()
+        self._cache: Any = DynamicCache(config=config)
+        self._snapshots: list[tuple[int, Any]] = []
+
+    def run(self, ids: list[int], start: int, length: int, forward: Callable[[list[int], Any, int], Tensor]) -> Tensor:
+        """Run tokens after the first `start` tokens, of which `length` are committed, and return their states [M, D].
+
+        `forward(ids, cache, count)` returns the states of tokens after the `count` tokens of a cache, and adds them.
+        """
+        assert start <= len(self._ids), "tokens before the first new one were not run"
+        first = self._go_back(start)
+        del self._ids[start:]
+        if start - first > _REPLAYED and start == length:
+            forward(self._ids[first:], self._cache, first)
+            first = start
+        if first == start == length and not self._croppable:
+            self._snapshots = [*self._snapshots, (start, _copy(self._cache))][-_SNAPSHOTS:]
+        states_MD = forward([*self._ids[first:], *ids], self._cache, first)[start - first :]
+        self._ids += ids
+        return states_MD
+
+    def _go_back(self, start: int) -> int:
+        """Set the cache to the first `start` tokens or fewer, and return their number."""
+        if (read := len(self._ids)) <= start:
+            return read
+        if self._croppable:
+            self._cache.crop(start - read)
+            return start
+        self._snapshots = [each for each in self._snapshots if each[0] <= start]
+        first, saved = self._snapshots[-1] if self._snapshots else (0, DynamicCache(config=self._config))
+        self._cache = _copy(saved)
+        return first
+
+    @property
+    def _croppable(self) -> bool:
+        croppable = ("DynamicLayer", "DynamicIndexedLayer", "DummyLayer")
+        return all(type(layer).__name__ in croppable for layer in self._cache.layers)
+
+
+def _copy(cache: Any) -> Any:
+    """Copy a cache of transformers. Keys and values are shared, since layers replace these tensors."""
+    kept = (getattr(layer, name, None) for layer in cache.layers for name in ("keys", "values"))
+    return copy.deepcopy(cache, {id(tensor): tensor for tensor in kept if tensor is not None})
+
+
+class RowCache(KVCache):
+    """Cache that holds a `RowState` for each row, for models whose keys and values do not fit into common slots."""
+
+    def __init__(self, batch: int, capacity: int, device: torch.device, config: Any) -> None:
+        super().__init__(0, batch, 0, capacity, 0, 0, torch.float32, device)
+        self.states = [RowState(config) for _ in range(batch)]
+
+    def rows(self, start: int, stop: int, lengths: list[int]) -> "RowCache":
+        part: RowCache = super().rows(start, stop, lengths)  # type: ignore[assignment]
+        part.states = self.states[start:stop]
+        return part
+
+    def swap_rows(self, first: int, second: int) -> None:
+        self.states[first], self.states[second] = self.states[second], self.states[first]

@@ -11,15 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from ...checkpoints.artifact.locate import model_source
+from ...checkpoints.heads.auxiliary import decoder_layers
 from ...checkpoints.storage.messages import first_line
-from ...checkpoints.verify.families import check_family
+from ...checkpoints.verify.families import check_family, tree_fault
 from ...checkpoints.verify.model_files import is_adapter, load_config, load_language_model, with_adapter
 from ..tree import Tree
-from .base import LanguageModel, TransformersModel, bare_model
+from .base import LanguageModel, RowwiseModel, TransformersModel, bare_model
 from .draft_vocabulary import kept_tokens, load_vocabulary
 from .final_norm import check_states
 from .finite import check_close, relative_rms, tolerances_of
@@ -91,7 +92,9 @@ def wrap_model(
             check_source_forward(source_model, model)
         return source_model
     wrapped: LanguageModel
-    if fast and LeanDecoder.covers(model):
+    if tree_fault(model.config) is not None:
+        wrapped = RowwiseModel(model, states, aux_layers)
+    elif fast and LeanDecoder.covers(model):
         wrapped = LeanDecoder(model, states, aux_layers, share)
     else:
         wrapped = TransformersModel(model, states, aux_layers)
@@ -101,11 +104,27 @@ def wrap_model(
     if replays and isinstance(wrapped, LeanDecoder):
         wrapped = GraphedModel(wrapped)
     if check:
-        check_forward(wrapped, model)
+        wrapped = _checked(wrapped, model, states, aux_layers)
         if isinstance(wrapped, GraphedModel):  # only the second call of a shape uses a graph
             check_forward(wrapped, model)
         elif replays and wrapped.tree_fault is None:
             return _graphed(wrapped, model)
+    return wrapped
+
+
+def _checked(wrapped: LanguageModel, model: PreTrainedModel, states: str, aux_layers: Sequence[int]) -> LanguageModel:
+    """Return the model if its check passes, or a form that runs rows or tokens one by one and passes it."""
+    try:
+        check_forward(wrapped, model)
+    except ValueError as error:
+        if isinstance(wrapped, RowwiseModel):  # some recurrent layers drop their state in longer forwards (Mamba)
+            wrapped.one_by_one = True
+        elif type(wrapped) is TransformersModel:
+            wrapped = RowwiseModel(model, states, aux_layers)
+            wrapped.tree_fault = first_line(error).replace(" are not supported", " do not support it")
+        else:
+            raise
+        check_forward(wrapped, model)
     return wrapped
 
 
@@ -151,6 +170,8 @@ def check_forward(wrapped: LanguageModel, model: PreTrainedModel) -> None:
     noise = cache(lambda: max(measure(model, text_1T) for text_1T in ids for measure in (_noise, _rounding)))
     what = f"{kind} are not supported: logits with a key-value cache differ from those without"
     check_close(chains_BV, plain_BV, model, what, chain, lambda: _NOISY * min(noise(), 2 * _NOISIEST * tree))
+    if wrapped.tree_fault is not None:
+        return
     try:
         left, right = _BRANCHES
         nodes_BNV = _score(wrapped, [left[0], right[0], left[1]], [-1, 0, 0, 1])
@@ -211,9 +232,8 @@ def _perturbed(model: PreTrainedModel) -> Iterator[None]:
         changed = (states.float() * noise).to(states.dtype)
         return (changed, *rest) if isinstance(output, tuple) else changed
 
-    count = model.config.get_text_config(decoder=True).num_hidden_layers
-    lists = (part for part in model.modules() if isinstance(part, nn.ModuleList) and len(part) == count)
-    hooks = [layer.register_forward_hook(change) for layer in next(lists, nn.ModuleList())]
+    layers = decoder_layers(model, model.config.get_text_config(decoder=True).num_hidden_layers)
+    hooks = [layer.register_forward_hook(change) for layer in layers]
     try:
         yield
     finally:

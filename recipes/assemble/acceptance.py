@@ -76,7 +76,8 @@ def heads_measure(recipe: HeadsRecipe, target: PreTrainedModel, tokenizer: Any, 
     """Return a function that measures the acceptance of prediction heads by decoding held-out prompts.
 
     Medusa heads are measured in Medusa decoding and, if `measure.sequences` is set, in SLiM decoding
-    (`slim_tokens_per_step`). EAGLE-3 heads, DFlash and DSpark drafters are measured in speculative decoding.
+    (`slim_tokens_per_step`). If the target cannot score token trees, they are measured in BPD, which drafts chains.
+    EAGLE-3 heads, DFlash and DSpark drafters are measured in speculative decoding.
     """
     section = recipe.measure
     # The optimised forward pass copies weights, but training with `base` changes the weights of the target.
@@ -89,7 +90,9 @@ def heads_measure(recipe: HeadsRecipe, target: PreTrainedModel, tokenizer: Any, 
         rows = [("", "speculative", {"gamma": gamma})]
     else:
         scorer = wrap_model(target, fast=fast, states=recipe.states)
-        if section.sequences:
+        if scorer.tree_fault is not None:
+            rows = [("", "bpd", {})]
+        elif section.sequences:
             # Without a table (r = 1), a prefix is never less likely than its sequence, so only full lengths are used.
             without = {"correlation": "none", "lengths": "full"} if table is None else {}
             rows.append(("slim_", "slim-s", {"num_sequences": section.sequences, **without}))

@@ -17,6 +17,7 @@ from ...checkpoints.artifact.artifact import check_target, load_manifest, verify
 from ...checkpoints.artifact.locate import model_source, resolve
 from ...checkpoints.artifact.manifest import Manifest
 from ...checkpoints.artifact.model_ref import ModelRef, resolve_model, tokenizer_fingerprint
+from ...checkpoints.heads.auxiliary import input_embeddings
 from ...checkpoints.heads.dflash import dflash_settings
 from ...checkpoints.heads.dspark import load_block_drafter
 from ...checkpoints.heads.eagle import eagle_layers, load_eagle
@@ -144,7 +145,7 @@ def _open_drafter(
     if block or is_eagle(Path(location)):
         read: Callable[[Path], Any] = load_block_drafter if block else load_eagle
         ref, (manifest, heads) = _open_part(source, "heads", read, location)
-        weights = (model.get_input_embeddings().weight, model.get_output_embeddings().weight)
+        weights = (input_embeddings(model), model.get_output_embeddings().weight)
         named = recipe.drafter_dtype
         dtype = None if named in (None, "auto") else getattr(torch, storage_dtype(named, target.device.type))
         heads = heads.to(target.device, dtype or target.weights_dtype).attach(*weights)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ...checkpoints.artifact.compat import save_tokenizer
 from ...checkpoints.artifact.locate import find_folder
 from ...checkpoints.artifact.model_ref import resolve_model
-from ...checkpoints.heads.auxiliary import AuxiliaryHeads
+from ...checkpoints.heads.auxiliary import AuxiliaryHeads, input_embeddings
 from ...checkpoints.heads.dflash import DFlashHeads, save_dflash
 from ...checkpoints.heads.dspark import DSparkHeads
 from ...checkpoints.heads.eagle import EagleHeads, save_eagle
@@ -176,7 +176,7 @@ def _new_heads(recipe: HeadsRecipe, target: Any, prepared: Prepared) -> Predicti
 
 def _new_auxiliary(recipe: HeadsRecipe, target: Any, prepared: Prepared, proposed: Tensor | None) -> AuxiliaryHeads:
     """Create EAGLE-3 heads or a block drafter, initialised from the target, in float32."""
-    weights = (target.get_input_embeddings().weight, target.get_output_embeddings().weight)
+    weights = (input_embeddings(target), target.get_output_embeddings().weight)
     if recipe.start is not None:
         heads = load_start(recipe, target).to(target.device, torch.float32)
         return heads.attach(*weights).train().requires_grad_(True)

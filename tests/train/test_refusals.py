@@ -17,7 +17,7 @@ from draftsmith.train.tasks.drafter import DrafterTask
 from draftsmith.train.tasks.heads import HeadsTask
 from draftsmith.train.tasks.medusa2 import Medusa2Task
 from draftsmith.train.teachers.teacher import CacheSource, ModelTeacher
-from transformers import AutoConfig, AutoModelForSeq2SeqLM, BloomConfig, BloomForCausalLM, Lfm2Config, Lfm2ForCausalLM
+from transformers import AutoConfig, AutoModelForSeq2SeqLM
 
 WEIGHTS: list[tuple[Any, str]] = [
     ({"forward-kl": -0.5}, r"-0\.5"),
@@ -124,24 +124,9 @@ def t5(family: str = "t5", attention: str = "eager", **sizes: Any) -> Any:
     return AutoModelForSeq2SeqLM.from_config(config, attn_implementation=attention)
 
 
-def lfm2() -> Any:
-    shape = {"layer_types": ["conv", "full_attention"], "num_key_value_heads": 2, "intermediate_size": 32}
-    model = Lfm2ForCausalLM(Lfm2Config(**SMALL, **shape, pad_token_id=0)).eval()
-    for parameter in model.parameters():
-        if parameter.dim() > 1:
-            torch.nn.init.normal_(parameter, std=0.5)
-    return model
-
-
-def bloom() -> Any:
-    return BloomForCausalLM(BloomConfig(vocab_size=32, hidden_size=16, n_layer=1, n_head=2))
-
-
 BART = {"vocab_size": 32, "d_model": 16, "encoder_layers": 1, "decoder_layers": 1}
 BART |= {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
 MODELS: dict[str, tuple[Callable[[], Any], str]] = {
-    "no positions": (lambda: PackedForward(bloom()), "Bloom.*position_ids"),
-    "convolutions": (lambda: PackedForward(lfm2()), "Lfm2"),
     "encoder-decoder": (lambda: PackedForward(t5()), "T5"),
     "family": (lambda: make_forward(t5("bart", **BART)), "'bart'.*t5, mt5, umt5"),
 }

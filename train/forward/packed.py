@@ -4,18 +4,20 @@ Letters: B batch (blocks), T tokens, D hidden, V vocabulary, N documents includi
 """
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
+from ...checkpoints.heads.auxiliary import decoder_layers
 from ...checkpoints.heads.logits import LogitShape
 from ...checkpoints.verify.windows import sliding_window
 from ...data.blocks.packing import PADDING, Batch
 from ...decode.models.base import bare_model, masked_attention
-from ...decode.models.final_norm import check_states, final_norm, norm_input, parse_layers
+from ...decode.models.final_norm import check_states, final_norm, module_inputs, parse_layers
 from .attention import NAME, document_spans, register
 from .seq2seq import BaseForward, SourceForward
 
@@ -44,8 +46,8 @@ class PackedForward(BaseForward):
     This is not an `nn.Module`, so that a frozen model is neither wrapped for data parallelism nor saved in a
     checkpoint. `states` selects the output of `hidden`: "after-norm" for the last hidden states, "before-norm" for the
     input of the final norm, or "layers-2-15" for the concatenated inputs of layers 2 and 15 and last hidden states.
-    Raises ValueError if the model takes no position ids (ALiBi), carries states across documents, is an encoder-decoder
-    or lacks a final norm, or if `states` is unknown.
+    Models that cannot separate documents (ALiBi, recurrent layers, convolutions) run them as separate rows.
+    Raises ValueError if the model is an encoder-decoder or lacks a final norm, or if `states` is unknown.
     """
 
     def __init__(self, model: Any, states: str = "after-norm") -> None:
@@ -63,45 +65,35 @@ class PackedForward(BaseForward):
                 f"{type(model).__name__} passes no arguments to its attention, so {self._kernel} would attend across "
                 "the documents of a block; use sdpa or eager"
             )
-        if "position_ids" not in parameters:
-            raise ValueError(
-                f"{type(model).__name__} takes no position_ids, so blocks of several documents are not supported"
-            )
         self.plain_head = has_plain_head(model)
         self._positions = _learned_positions(model)
         self.states, self._norm = states, None
         last = int(model.get_output_embeddings().weight.shape[1])
         self.width = last + len(self._layers) * self.config.hidden_size
         """Size of the hidden states that `hidden` returns."""
+        layers: Any = decoder_layers(_decoder(model), self.config.num_hidden_layers) if self._layers else ()
+        self._watched: list[nn.Module] = [layers[layer] for layer in self._layers]
         if states == "before-norm":
             self._norm = final_norm(_decoder(model))
-        self.by_document = _can_attend_by_document(model)
+            self._watched = [self._norm]
+        self.by_row = "position_ids" not in parameters
+        """True if documents are run as separate rows."""
+        self.by_document = not self.by_row and _can_attend_by_document(model)
         if self.by_document and not _separates_documents(self):  # the decoder does not pass `spans` to its attention
             self.config._attn_implementation = "sdpa"
             self.by_document = False
-        if not self.by_document and not _separates_documents(self):
-            raise ValueError(
-                f"{type(model).__name__} carries states from one document of a block into the next (convolutions, "
-                "recurrence), so packed blocks are not supported"
-            )
+        if not self.by_row and not self.by_document and not _separates_documents(self):
+            self.by_row = True
 
     def __call__(self, batch: Batch | MaskedBatch) -> Tensor:
         """Return last hidden states [B, T, D] after the final norm, or logits [B, T, V] if `weight_VD()` is None."""
         if self.plain_head:
             return self._last_hidden(batch)
-        return self._run(self.model, batch).logits.reshape(*batch.tokens_BT.shape, -1)
+        return self._run(batch, lambda tokens, **options: self.model(tokens, **options).logits)
 
     def hidden(self, batch: Batch) -> Tensor:
         """Return the hidden states selected by `states`: [B, T, D], or [B, T, G + D] with auxiliary hidden states."""
-        if self._layers:
-            output = self._run(_decoder(self.model), batch, output_hidden_states=True)
-            states = [*(output.hidden_states[layer] for layer in self._layers), output.last_hidden_state]
-            return torch.cat(states, -1).reshape(*batch.tokens_BT.shape, -1)
-        if self._norm is None:
-            return self._last_hidden(batch)
-        with norm_input(self._norm) as captured:
-            self._run(_decoder(self.model), batch)
-        return captured[0].reshape(*batch.tokens_BT.shape, -1)
+        return self._run(batch, self._selected_states)
 
     def after_norm(self, states_XD: Tensor) -> Tensor:
         """Convert the output of `hidden` to last post-norm hidden states [..., D]."""
@@ -109,14 +101,27 @@ class PackedForward(BaseForward):
             return states_XD[..., -self.config.hidden_size :]
         return states_XD if self._norm is None else self._norm(states_XD.to(self.model.dtype))
 
-    def _last_hidden(self, batch: Batch | MaskedBatch) -> Tensor:
-        return self._run(_decoder(self.model), batch).last_hidden_state.reshape(*batch.tokens_BT.shape, -1)
+    def _selected_states(self, tokens_BT: Tensor, **options: Any) -> Tensor:
+        with module_inputs(self._watched) as read:
+            last_BTD = _decoder(self.model)(tokens_BT, **options).last_hidden_state
+        states = read if self._norm is not None else [*read, last_BTD]
+        return torch.cat([each.to(last_BTD.device).reshape(*tokens_BT.shape, -1) for each in states], -1)
 
-    def _run(self, module: Any, batch: Batch | MaskedBatch, **options: Any) -> Any:
+    def _last_hidden(self, batch: Batch | MaskedBatch) -> Tensor:
+        return self._run(batch, lambda tokens, **options: _decoder(self.model)(tokens, **options).last_hidden_state)
+
+    def _run(self, batch: Batch | MaskedBatch, forward: Callable[..., Tensor]) -> Tensor:
+        """Return the states of `forward(tokens, ...)` for a batch, [B, T, X]."""
+        shape = batch.tokens_BT.shape
+        if self.by_row:
+            assert isinstance(batch, Batch)
+            return _run_by_row(batch, forward)
         if "flash" in self._kernel and isinstance(batch, Batch):
             # one row, because these kernels take the document borders among all tokens
-            return module(batch.tokens_BT.reshape(1, -1), use_cache=False, **_flash_attention(batch), **options)
-        return module(batch.tokens_BT, use_cache=False, **self._attention(batch), **options)
+            states = forward(batch.tokens_BT.reshape(1, -1), use_cache=False, **_flash_attention(batch))
+        else:
+            states = forward(batch.tokens_BT, use_cache=False, **self._attention(batch))
+        return states.reshape(*shape, -1)
 
     @property
     def _kernel(self) -> str:
@@ -135,7 +140,11 @@ class PackedForward(BaseForward):
         return positions_BT.clamp(max=self._positions - 1)
 
     def check_masks(self) -> None:
-        """Raise ValueError if the attention kernel does not support the masks of a `MaskedBatch`."""
+        """Raise ValueError if the model or its attention kernel does not support the masks of a `MaskedBatch`."""
+        if self.by_row:
+            raise ValueError(
+                f"`parallel` requires an attention mask of any form, which {type(self.model).__name__} does not support"
+            )
         if "flash" in self._kernel:
             raise ValueError(f"`parallel` requires sdpa or eager attention, but the model uses {self._kernel}")
 
@@ -171,6 +180,18 @@ class PackedForward(BaseForward):
             return mask_B1TT
         added_B1TT = torch.zeros(mask_B1TT.shape, dtype=self.model.dtype, device=mask_B1TT.device)
         return added_B1TT.masked_fill_(~mask_B1TT, torch.finfo(self.model.dtype).min)
+
+
+def _run_by_row(batch: Batch, forward: Callable[..., Tensor]) -> Tensor:
+    """Return the states [B, T, X] of a forward whose rows are documents, in groups of similar length."""
+    spans = [(row, *span) for row, borders in enumerate(document_spans(batch.documents_BT)) for span in borders]
+    states = dict[tuple[int, int, int], Tensor]()
+    for bits in {(end - start - 1).bit_length() for _, start, end in spans}:
+        group = [(row, start, end) for row, start, end in spans if (end - start - 1).bit_length() == bits]
+        rows = pad_sequence([batch.tokens_BT[row, start:end] for row, start, end in group], batch_first=True)
+        pairs = zip(group, forward(rows, use_cache=False), strict=True)
+        states |= {span: states_TX[: span[2] - span[1]] for span, states_TX in pairs}
+    return torch.cat([states[span] for span in sorted(states)]).view(*batch.tokens_BT.shape, -1)
 
 
 def _learned_positions(model: Any) -> int | None:

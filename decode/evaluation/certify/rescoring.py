@@ -20,7 +20,7 @@ from transformers import LogitsProcessor, PreTrainedModel, TemperatureLogitsWarp
 
 from ...engine import Limits, Proposer
 from ...models.base import LanguageModel, TransformersModel, bare_model
-from ...models.final_norm import norm_input
+from ...models.final_norm import module_inputs
 from ...models.kv_cache import KVCache
 from ...models.loading import wrap_model
 from ...models.products.native import library_products
@@ -100,7 +100,7 @@ class Judge(TransformersModel):
         assert not any(cache.lengths)
         if self._norm is None:
             return self._decoder(input_ids=tokens_BM, use_cache=False).last_hidden_state.to(self.device)
-        with norm_input(self._norm) as captured:
+        with module_inputs([self._norm]) as captured:
             self._decoder(input_ids=tokens_BM, use_cache=False)
         return captured[0].reshape(*tokens_BM.shape, -1).to(self.device)
 

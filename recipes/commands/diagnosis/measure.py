@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from ....checkpoints.heads.auxiliary import input_embeddings
 from ....checkpoints.heads.eagle import load_eagle
 from ....checkpoints.heads.layouts import is_eagle
 from ....checkpoints.pairs.sides import Finding
@@ -105,7 +106,7 @@ class _Probe:
         if not self.is_eagle:
             return drafter_source(parts.drafter)
         heads, model = load_eagle(self.folder), self.case.pair.model
-        weights = (model.get_input_embeddings().weight, model.get_output_embeddings().weight)
+        weights = (input_embeddings(model), model.get_output_embeddings().weight)
         heads = heads.to(self.target.device, parts.drafter.dtype).attach(*weights)
         heads.rotary_emb = LlamaRotaryEmbedding(heads.config).to(self.target.device)  # its frequencies stay in float32
         heads.num_heads = self.depth

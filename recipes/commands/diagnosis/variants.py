@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from safetensors.torch import save_file
 
-from ....checkpoints.heads.auxiliary import AuxiliaryHeads
+from ....checkpoints.heads.auxiliary import AuxiliaryHeads, input_embeddings
 from ....checkpoints.heads.dflash import DFlashHeads
 from ....checkpoints.heads.published import read_auxiliary
 from ....checkpoints.pairs.sides import Finding, ModelInfo
@@ -20,9 +20,9 @@ from ....checkpoints.storage.names import CONFIG_FILE, WHOLE_FILES
 from ....decode.evaluation.bootstrap import Floats, percentile_interval, resampled_ratios
 from ....decode.evaluation.trace import trace
 from ....decode.methods import Parts, build_method
-from ....decode.models.base import TransformersModel
 from ....decode.models.dflash import block_drafter
 from ....decode.models.eagle import EagleDrafter
+from ....decode.models.loading import wrap_model
 from ...assemble.evaluation import Case, entries_of, open_case
 from ...schema.evaluation import EvaluateRecipe, MethodSection
 from ...session.stopping import Stoppable
@@ -107,9 +107,9 @@ class ConfigFit:
         except ValueError as error:
             return Variant(config or {}, changes, np.array([]), np.array([]), str(error))
         model = case.pair.model
-        target = TransformersModel(model, aux_layers=heads.layers)
+        target = wrap_model(model, fast=False, graphs=False, aux_layers=heads.layers)
         heads = heads.to(target.device, target.weights_dtype).requires_grad_(False)
-        heads.attach(model.get_input_embeddings().weight, model.get_output_embeddings().weight)
+        heads.attach(input_embeddings(model), model.get_output_embeddings().weight)
         drafter = block_drafter(heads) if isinstance(heads, DFlashHeads) else EagleDrafter(heads)  # type: ignore[arg-type]
         count = min(heads.num_heads, _DRAFTS) if isinstance(heads, DFlashHeads) else _DRAFTS
         method = build_method("speculative", Parts(drafter), entry.sampling, gamma=count)

@@ -21,7 +21,7 @@ from ....checkpoints.heads.layouts import drafts_blocks, is_eagle
 from ....checkpoints.storage.atomic import atomic_text
 from ....checkpoints.storage.draft_vocabulary import mask_token
 from ....checkpoints.storage.safe_read import load_json
-from ....checkpoints.verify.families import check_family
+from ....checkpoints.verify.families import check_family, tree_fault
 from ....checkpoints.verify.model_files import is_adapter, load_config, meta_model
 from ....data.prompts import load_prompts
 from ....data.rendering.templates import get_template
@@ -122,7 +122,9 @@ def prepare_prompts(recipe: ForgeRecipe, base: QuickstartRecipe, out: Path) -> P
     Raises ValueError if there are too few prompts, if `out` contains a run of another recipe, or if the target's model
     family is not supported.
     """
-    check_family(load_config(recipe.target))
+    check_family(config := load_config(recipe.target))
+    if fault := tree_fault(config):
+        raise ValueError(f"`forge` compares methods with token trees, but {fault}: use `train` and `evaluate` instead")
     target, corpus = out / "target", out / "corpus"
     if (out / COSTS_FILE).is_file():
         check_folder(out / "forge.yaml", recipe, ("hours", "more_hours", "out", *ENGINE_FIELDS))

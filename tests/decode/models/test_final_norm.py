@@ -18,7 +18,7 @@ from draftsmith.decode.custom_generate import method as drop_in
 from draftsmith.decode.engine import Limits, decode_texts
 from draftsmith.decode.methods import Parts, build_method
 from draftsmith.decode.models.base import LanguageModel, TransformersModel
-from draftsmith.decode.models.final_norm import final_norm, norm_input
+from draftsmith.decode.models.final_norm import final_norm, module_inputs
 from draftsmith.decode.models.lean import LeanDecoder
 from draftsmith.decode.models.loading import wrap_model
 from draftsmith.decode.proposers.head_trees import attach_projection
@@ -128,13 +128,13 @@ def test_medusa_on_pre_norm_states_is_lossless(family: str, fast: bool) -> None:
 def test_calls_of_other_threads_are_ignored() -> None:
     norm = torch.nn.LayerNorm(4)
     own_input, other_input = torch.randn(2, 4), torch.randn(3, 4)
-    with norm_input(norm) as captured:
+    with module_inputs([norm]) as captured:
         norm(own_input)
         thread = threading.Thread(target=norm, args=(other_input,))
         thread.start()
         thread.join()
         assert captured[0] is own_input
-        with norm_input(norm) as inner:
+        with module_inputs([norm]) as inner:
             norm(other_input)
         assert inner[0] is other_input
     assert hooks(norm) == 0
