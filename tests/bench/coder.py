@@ -38,13 +38,7 @@ SETS = {
     "spec-bench": "spec_bench_question.jsonl",
 }
 DRAFTERS = ("drafter", "small_model", "trimmed", "eagle", "block")
-LENGTHS = {
-    "drafter": (2, 3, 5),
-    "small_model": (2, 3, 5, 7),
-    "trimmed": (2, 3, 5, 7),
-    "eagle": (2, 3, 4, 5),
-    "block": (3, 5, 7),
-}
+LENGTHS = {"drafter": (2, 3, 5), "small_model": (2, 3, 5), "trimmed": (2, 3, 5), "eagle": (2, 3, 4), "block": (3, 5, 7)}
 """Numbers of draft tokens to measure for each drafter."""
 STORED = {"datastore": "table"}
 ENTRIES: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {

@@ -18,8 +18,10 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_model, save_file
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from ...checkpoints.storage.atomic import atomic_text, remove, sync
+from ...checkpoints.storage.messages import gigabytes
 from ...checkpoints.storage.safe_read import file_entry, load_json
 from ..parallel.accelerate import zero_stage
 from ..parallel.processes import from_main, on_main
@@ -184,14 +186,17 @@ class StateFolder:
 
     def _write(self, folder: Path, weights: Mapping[str, Tensor] | None, optimizer: dict[str, Any] | None) -> None:
         assert weights is not None
+        tensors = [each for each in tree_leaves((weights, optimizer)) if isinstance(each, Tensor)]
+        needed, free = sum(each.nbytes for each in tensors), shutil.disk_usage(folder).free
+        if needed > free:
+            raise OSError(f"No space left on device: {folder} needs {gigabytes(needed)}, {gigabytes(free)} are free")
         try:
             save_file(_without_ties(weights), folder / _WEIGHTS, metadata={"format": "pt"})
             torch.save(optimizer, folder / _OPTIMIZER)
             if self._accelerator.scaler is not None:
                 torch.save(self._accelerator.scaler.state_dict(), folder / _SCALER)
         except (OSError, RuntimeError, SafetensorError) as error:
-            full = shutil.disk_usage(folder).free < 1 << 16  # torch does not report the cause
-            raise OSError(f"{folder} could not be written: {'No space left on device' if full else error}") from error
+            raise OSError(f"{folder} could not be written: {error}") from error
 
     def _finish(self, temporary: Path, target: Path, position: Position, pinned: int | None) -> None:
         files = sorted(temporary.iterdir())

@@ -1,10 +1,11 @@
 """Bad steps and exhausted memory are reported, and the last checkpoint remains usable."""
 
 import math
+import shutil
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -76,6 +77,14 @@ def test_an_exploding_gradient_stops_a_run_with_a_limit(worker: ModuleType, tmp_
 def test_nan_stops_and_keeps_the_last_checkpoint(worker: ModuleType, tmp_path: Path, what: str):
     with pytest.raises(TrainingError, match=rf"the {what}.* at step 4, blocks \[\d+, "):
         fit(poisoned(worker, {4}, what), worker.make_data(), worker.make_config(), tmp_path)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000002"]
+
+
+def test_a_full_disk_is_reported(worker: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    free = [1 << 30, 5000]  # at the first and at the second checkpoint
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free.pop(0)))
+    with pytest.raises(OSError, match=r"No space left on device: .* needs [\d.]+ [kM]B, 5\.00 kB are free"):
+        fit(worker.SignallingTask(worker.make_model(), None), worker.make_data(), worker.make_config(), tmp_path)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000002"]
 
 
