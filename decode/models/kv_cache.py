@@ -258,8 +258,8 @@ class RowState:
 
 def _copy(cache: Any) -> Any:
     """Copy a cache of transformers. Keys and values are shared, since layers replace these tensors."""
-    kept = (getattr(layer, name, None) for layer in cache.layers for name in ("keys", "values"))
-    return copy.deepcopy(cache, {id(tensor): tensor for tensor in kept if tensor is not None})
+    shared = (getattr(layer, name, None) for layer in cache.layers for name in ("keys", "values"))
+    return copy.deepcopy(cache, {id(tensor): tensor for tensor in shared if tensor is not None})
 
 
 class RowCache(KVCache):
