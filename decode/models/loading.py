@@ -227,10 +227,10 @@ def _perturbed(model: PreTrainedModel) -> Iterator[None]:
     step, stream = torch.finfo(model.dtype).eps / 2, torch.Generator().manual_seed(0)
 
     def change(module: Any, inputs: Any, output: Any) -> Any:
-        states, *rest = output if isinstance(output, tuple) else (output,)
+        states, *rest = output if isinstance(output, tuple | list) else (output,)
         noise = 1 + step * (2 * torch.rand(states.shape, generator=stream) - 1).to(states.device)
         changed = (states.float() * noise).to(states.dtype)
-        return (changed, *rest) if isinstance(output, tuple) else changed
+        return (changed, *rest) if isinstance(output, tuple | list) else changed
 
     layers = decoder_layers(model, model.config.get_text_config(decoder=True).num_hidden_layers)
     hooks = [layer.register_forward_hook(change) for layer in layers]
