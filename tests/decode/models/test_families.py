@@ -83,6 +83,6 @@ def test_families_equal_generate_or_are_refused() -> None:
     process = subprocess.run([sys.executable, str(bench)], capture_output=True, text=True, check=False)
     assert process.returncode == 0, process.stderr
     counts = json.loads(process.stdout.splitlines()[-1])
-    assert counts["families"] >= 179, process.stdout
-    assert (counts["trains"], counts["trees"], counts["exports"]) >= (91, 92, 93), process.stdout
-    assert counts["chains"] == counts["loads"] >= 93, "a loaded family does not decode the same tokens as generate"
+    fewest = {"families": 165, "trains": 123, "trees": 92, "exports": 123}
+    assert all(counts[name] >= number for name, number in fewest.items()), process.stdout
+    assert counts["chains"] == counts["loads"] >= 123, "a loaded family does not decode the same tokens as generate"
