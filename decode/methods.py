@@ -48,6 +48,7 @@ __all__ = ["METHODS", "Method", "Options", "Parts", "all_rows", "build_method", 
 _GAMMA = "draft tokens per step"
 _MAX_GAMMA = "maximum number of draft tokens per step"
 _CONFIDENCE = "drafting stops when the probability of the drafter's most likely token is below this value"
+_EXPAND_PROB = "minimum joint probability of the path to a node that the drafter expands"
 _MAX_NODES, _MIN_PROB = "maximum number of draft tokens", "minimum joint probability of the path to a node"
 _ALL_HEADS = "number of heads to use (none: all)"
 _VERIFICATION = "`block`: verify the draft as a whole, which never accepts fewer tokens"
@@ -122,14 +123,16 @@ class Adaptive(_WithDrafter):
         "rule that ends a chain; `confidence-head` uses the predicted acceptance rates of a DSpark drafter, `oracle` "
         "the true ones",
     ] = "confidence"
-    confidence_threshold: Annotated[float, _CONFIDENCE] = 0.4
+    confidence_threshold: Annotated[
+        float, "drafting stops after a token for which the drafter's highest probability is below this value"
+    ] = 0.4
     draft_cost: Annotated[float, "cost of a drafter forward relative to a target forward (not `confidence`)"] = 0.1
     token_cost: Annotated[float, "cost of an added token relative to a one-token target forward"] = 0.03
     verification: Annotated[Chain, _VERIFICATION] = "token"
 
     def build(self, parts: Parts, sampling: Sampling) -> Method:
         gamma = _longest(parts, self.gamma)
-        proposer = AdaptiveChain(_drafter(parts), gamma, self.confidence_threshold)
+        proposer = AdaptiveChain(_drafter(parts), gamma, self.confidence_threshold, keep_last=True)
         if self.policy != "confidence":
             chain = OracleChain if self.policy == "oracle" else ConfidenceChain
             proposer = chain(_drafter(parts), gamma, self.draft_cost, self.token_cost)
@@ -144,9 +147,10 @@ class DynamicTreeConfig(_WithDrafter):
     max_depth: Annotated[int, "maximum depth"] = 4
     width: Annotated[int, "number of nodes expanded per level, and of candidates per node"] = 2
     min_prob: Annotated[float, _MIN_PROB] = 0.1
+    expand_prob: Annotated[float, _EXPAND_PROB] = 0.0
 
     def build(self, parts: Parts, sampling: Sampling) -> Method:
-        sizes = (self.max_nodes, self.max_depth, self.width, self.min_prob)
+        sizes = (self.max_nodes, self.max_depth, self.width, self.min_prob, self.expand_prob)
         return _exact(DynamicTree(_drafter(parts), *sizes), sampling, SampleAndMatch())
 
 
@@ -261,6 +265,7 @@ class Suffix(_WithDrafter):
     num_candidates: Annotated[int, "number of candidates per head"] = 4
     draft_depth: Annotated[int, "number of levels to draft with the drafter"] = 3
     width: Annotated[int, "number of nodes that the drafter expands per level, and of candidates per node"] = 2
+    expand_prob: Annotated[float, _EXPAND_PROB] = 0.0
     confidence_threshold: Annotated[float, "the drafter skips nodes with a match of at least this probability"] = 0.7
 
     @property
@@ -278,7 +283,7 @@ class Suffix(_WithDrafter):
         tree = SuffixTree(self.max_nodes, self.max_depth, self.min_prob, texts, heads, self.num_candidates)
         if self.fallback != "drafter":
             return _exact(tree, sampling, SampleAndMatch())
-        sizes = (self.max_nodes, self.draft_depth, self.width, self.min_prob)
+        sizes = (self.max_nodes, self.draft_depth, self.width, self.min_prob, self.expand_prob)
         proposer = DynamicTree(_drafter(parts), *sizes, tree, self.confidence_threshold)
         return _exact(proposer, sampling, SampleAndMatch())
 

@@ -25,12 +25,16 @@ class AdaptiveChain(DrafterProposer):
 
     Source: BiLD (arXiv 2302.07863). On a CPU, drafting stops when the chains of all rows have ended. On GPUs this would
     need one synchronisation per token, so all tokens are drafted, and those after the end of a chain are masked.
+
+    Args:
+        keep_last: Also draft the token below the threshold, which takes no further forward of the drafter.
     """
 
-    def __init__(self, model: LanguageModel, gamma: int, confidence_threshold: float) -> None:
+    def __init__(self, model: LanguageModel, gamma: int, confidence_threshold: float, keep_last: bool = False) -> None:
         if not 0 <= confidence_threshold <= 1:
             raise ValueError(f"confidence_threshold must be in [0, 1], got {confidence_threshold}")
         self.model, self.gamma, self._threshold = model, gamma, confidence_threshold
+        self._keep_last = keep_last
         self._tree = Tree.chain(gamma).to(model.device)
 
     def propose(self, context: Context) -> Proposal:
@@ -65,13 +69,15 @@ class AdaptiveChain(DrafterProposer):
             logits_BMV = self.model.logits(hidden_BMD)
             draft_BMV = warp(logits_BMV, sampling)
             confidences.append(self._confidence(hidden_BMD, logits_BMV, draft_BMV, sampling))
-            open_B = open_B & self._continues(draft_BMV[:, 0], confidences[-1][:, 0], level)
-            if stops and not bool(open_B.any()):
+            continues_B = open_B & self._continues(draft_BMV[:, 0], confidences[-1][:, 0], level)
+            valid.append(open_B if self._keep_last else continues_B)
+            open_B = continues_B
+            if stops and not bool(valid[-1].any()):
+                valid.pop()
                 break
             tokens.append(categorical(draft_BMV, chances[0][:, level, None]) if chances else draft_BMV.argmax(-1))
-            valid.append(open_B)
             probs.append(draft_BMV)
-            if level + 1 == self.gamma:
+            if level + 1 == self.gamma or (stops and not bool(open_B.any())):
                 break
             self._after_draft(tokens[-1], level)
             hidden_BMD = self._draft.grow(tokens[-1], self._tree, level + 1)
@@ -93,8 +99,8 @@ class AdaptiveChain(DrafterProposer):
         return
 
     def forwards(self, nodes: float) -> list[tuple[Any, int]]:
-        # One forward per token, and one whose distribution ended the chain.
-        count = self.gamma if self.model.max_draft_tokens else min(self.gamma, round(nodes))
+        # One forward per token and, unless `keep_last`, one whose distribution ended the chain.
+        count = self.gamma if self.model.max_draft_tokens else min(self.gamma, round(nodes) - self._keep_last)
         return [*self.model.draft_forwards([1] * count)]
 
 

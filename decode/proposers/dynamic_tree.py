@@ -49,6 +49,7 @@ class DynamicTree(DrafterProposer):
         max_nodes: Maximum number of nodes, without the root.
         max_depth: Number of levels that are drafted.
         min_prob: Minimum joint probability of a node.
+        expand_prob: Minimum joint probability of a node that is expanded.
         suffix: Suffix tree that adds nodes. The probability of a token is the maximum of both sources.
         confidence_threshold: The drafter skips a node if `suffix` has a continuation with at least this probability.
 
@@ -63,18 +64,21 @@ class DynamicTree(DrafterProposer):
         max_depth: int,
         width: int,
         min_prob: float,
+        expand_prob: float,
         suffix: SuffixTree | None = None,
         confidence_threshold: float = 1.0,
     ) -> None:
         if not 0 < min_prob < 1:
             raise ValueError(f"min_prob must be above 0 and below 1, got {min_prob}")
+        if not 0 <= expand_prob <= 1:
+            raise ValueError(f"expand_prob must be in [0, 1], got {expand_prob}")
         if not 0 < confidence_threshold <= 1:
             raise ValueError(f"confidence_threshold must be above 0 and at most 1, got {confidence_threshold}")
         self.model, self.suffix = model, suffix
         self.max_nodes, self.max_depth, self.width = max_nodes, max_depth, width
-        self.min_prob, self.confidence_threshold = min_prob, confidence_threshold
+        self.min_prob, self.expand_prob, self.confidence_threshold = min_prob, expand_prob, confidence_threshold
         self._levels = max_depth if suffix is None else max(max_depth, suffix.max_depth)
-        self._settings = max_nodes, max_depth, width, min_prob, confidence_threshold
+        self._settings = max_nodes, max_depth, width, min_prob, expand_prob, confidence_threshold
         self._grown = Tree.chain(width * (max_depth - 1)).to(model.device)  # maximum number of nodes run
         self._ran: list[int] = []
 
@@ -198,6 +202,7 @@ class DynamicTree(DrafterProposer):
         parents_BN = nodes.parents_BT.gather(1, order_BN)
         under_BNA = (parents_BN[..., None] == parent_BA[:, None]) & (share_BA > 0)[:, None]
         joint_BN = nodes.joint_BT.gather(1, order_BN) * under_BNA.any(2)
+        joint_BN = torch.where(joint_BN >= self.expand_prob, joint_BN, 0.0)
         first_BA = joint_BN.sort(dim=1, descending=True, stable=True).indices[:, : self.width]
         parent_BA, share_BA = order_BN.gather(1, first_BA), joint_BN.gather(1, first_BA)
         if num_suffix > 1:  # the suffix tree already continues some of these nodes

@@ -40,25 +40,20 @@ SETS = {
 DRAFTERS = ("drafter", "small_model", "trimmed", "eagle", "block")
 LENGTHS = {"drafter": (2, 3, 5), "small_model": (2, 3, 5), "trimmed": (2, 3, 5), "eagle": (2, 3, 4), "block": (3, 5, 7)}
 """Numbers of draft tokens to measure for each drafter."""
-STORED = {"datastore": "table"}
+STORED, TREE = {"datastore": "table"}, {"max_nodes": 5, "min_prob": 0.05, "expand_prob": 0.5}
+WITH_DRAFTER = {"fallback": "drafter", "max_nodes": 5, **STORED}
 ENTRIES: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "prompt lookup": ("prompt-lookup", {"min_ngram": 2}, ()),
     "suffix": ("suffix", {}, ()),
     "suffix table": ("suffix", STORED, ("table",)),
     "suffix heads": ("suffix", {"fallback": "heads", **STORED}, ("table", "heads")),
-    **{
-        f"suffix {name.replace('_', ' ')}": (
-            "suffix",
-            {"fallback": "drafter", "max_nodes": 5, **STORED},
-            ("table", name),
-        )
-        for name in DRAFTERS
-    },
+    **{f"suffix {name.replace('_', ' ')}": ("suffix", WITH_DRAFTER, ("table", name)) for name in DRAFTERS},
     **{
         f"{name.replace('_', ' ')} {gamma}": ("speculative", {"gamma": gamma}, (name,))
         for name, lengths in LENGTHS.items()
         for gamma in lengths
     },
+    **{f"{name.replace('_', ' ')} tree": ("dynamic-tree", TREE, (name,)) for name in DRAFTERS[:3]},
     "eagle tree": ("dynamic-tree", {"max_nodes": 5, "max_depth": 3}, ("eagle",)),
     "block tree": ("dynamic-tree", {"max_nodes": 15, "max_depth": 6}, ("block",)),
     "medusa": ("medusa", {"tree": "2x1"}, ("heads",)),

@@ -99,7 +99,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("specinfer", {"gamma": 3, "num_drafts": 1}),
     ("specinfer", {"gamma": 2, "num_drafts": 2}),
     ("dynamic-tree", {"max_nodes": 4, "max_depth": 3, "width": 2, "min_prob": 0.05}),
-    ("dynamic-tree", {"max_nodes": 6, "max_depth": 2, "width": 3, "min_prob": 0.1}),
+    ("dynamic-tree", {"max_nodes": 6, "max_depth": 2, "width": 3, "min_prob": 0.1, "expand_prob": 0.3}),
     ("adaptive", {"gamma": 3, "policy": "confidence", "confidence_threshold": 0.4}),
     ("adaptive", {"gamma": 3, "policy": "oracle", "draft_cost": 0.3}),
     ("bpd", {}),

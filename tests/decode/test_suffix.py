@@ -172,17 +172,18 @@ def likeliest(
                 if joint[path] * probs[token] >= proposer.min_prob:
                     joint[(*path, token)] = max(joint.get((*path, token), 0.0), joint[path] * probs[token])
         level = [path for path in best() if path[:-1] in grown][: proposer.width]
-        grown = [path for path in level if is_open(path)]
+        grown = [path for path in level if is_open(path) and joint[path] >= proposer.expand_prob]
     return set(best()), ran
 
 
-@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("case", [(1, 0.0), (2, 0.0), (1, 0.15), (2, 0.15)])
 @pytest.mark.parametrize("name", ["dynamic-tree", "suffix"])
 def test_dynamic_trees_with_suffixes_equal_a_plain_implementation(
-    make_llama: Callable[..., LlamaForCausalLM], monkeypatch: pytest.MonkeyPatch, name: str, rows: int
+    make_llama: Callable[..., LlamaForCausalLM], monkeypatch: pytest.MonkeyPatch, name: str, case: tuple[int, float]
 ) -> None:
+    rows, expand_prob = case
     target, small = wrap_model(make_llama(7)), make_llama(7, seed=1, sharpness=1.5, num_hidden_layers=1)
-    options: dict[str, Any] = {"max_nodes": 9, "width": 2, "min_prob": 0.04}
+    options: dict[str, Any] = {"max_nodes": 9, "width": 2, "min_prob": 0.04, "expand_prob": expand_prob}
     options |= {"max_depth": 4} if name == "dynamic-tree" else {"draft_depth": 4, "fallback": "drafter"}
     method = build_method(name, Parts(wrap_model(small)), GREEDY, **options)
     proposer, sizes = method[0], list[int]()

@@ -150,20 +150,23 @@ def test_mjsd_keeps_the_longest_passing_prefix(make_llama: MakeLlama, sampling: 
     assert lengths == {0, 1, 2, 3, 4}
 
 
+@pytest.mark.parametrize("name", ["bild", "adaptive"])
 @pytest.mark.parametrize("sampling", [GREEDY, PLAIN], ids=["greedy", "sampled"])
-def test_bild_falls_back_and_rolls_back_by_its_thresholds(make_llama: MakeLlama, sampling: Sampling) -> None:
+def test_chains_end_and_roll_back_by_their_thresholds(make_llama: MakeLlama, sampling: Sampling, name: str) -> None:
     target, drafter = make_pair(make_llama, 16, noise=0.1)
     fallback, rollback, cut, rolled_back = 0.3, 1.5, 0, 0
-    options = {"gamma": 6, "fallback_threshold": fallback, "rollback_threshold": rollback}
-    method = build_method("bild", Parts(wrap_model(drafter)), sampling, **options)
+    options = {"fallback_threshold": fallback, "rollback_threshold": rollback}
+    options = {"gamma": 6} | (options if name == "bild" else {"confidence_threshold": fallback})
+    method = build_method(name, Parts(wrap_model(drafter)), sampling, **options)
     for text, drafted, accepted, gained in trace(wrap_model(target), method, sampling, Limits(60)):
         positions = slice(len(text) - 1, None)
         p, q = (log_probs(model, [text + drafted])[0, positions] for model in (target, drafter))
         sure = (q.exp().amax(-1) >= fallback).tolist()
-        assert all(sure[: len(drafted)])
-        assert len(drafted) == 6 or not sure[len(drafted)]
+        end = len(drafted) - (name == "adaptive")  # which also drafts the token that ends the chain
+        assert all(sure[:end])
+        assert len(drafted) == 6 or not sure[end]
         unlikely = [index for index, token in enumerate(drafted) if -float(p[index, token]) > rollback]
-        assert accepted == min([*unlikely, len(drafted)])
+        assert accepted == min([*unlikely, len(drafted)]) or name == "adaptive"
         cut, rolled_back = cut + (0 < len(drafted) < 6), rolled_back + (accepted < len(drafted))
         if sampling.greedy and len(gained) > accepted:
             assert gained[accepted] == int(p[accepted].argmax())

@@ -37,7 +37,7 @@ GRIDS: dict[str, Grid] = {
     "suffix": {"max_nodes": (8, 4, 16), "min_prob": (0.1, 0.05, 0.2)},
     "suffix, drafter": {"max_nodes": (6, 11), "draft_depth": (2, 1, 3), "min_prob": (0.1, 0.03)},
     "suffix, heads": {"max_nodes": (8, 4, 16), "min_prob": (0.1, 0.05, 0.2)},
-    "dynamic-tree": {"max_nodes": (6, 12, 24), "width": (2, 4), "min_prob": (0.1, 0.03)},
+    "dynamic-tree": {"max_nodes": (6, 12, 24), "width": (2, 4), "min_prob": (0.1, 0.03), "expand_prob": (0.0, 0.5)},
     "multi-candidate": {"k_config": ("2x1x1", "2x2x1", "4x2x1x1", "3x1", "4x2x2x1", "8x2x1")},
     "adaptive": {"policy": ("confidence",), "gamma": (8, 4), "confidence_threshold": _CONFIDENCES},
     "prompt-lookup": {"gamma": (4, 8, 2), "min_ngram": (2, 1, 3)},
