@@ -19,6 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ..methods import Method
 from ..models.base import LanguageModel, extend_by_path
+from ..models.kv_cache import RowCache
 from ..models.products.native import library_products
 from ..proposers.draft_tree import DraftTree
 from ..tree import Tree
@@ -185,14 +186,14 @@ def raw_forward(
     """Return a callable that runs a forward of `nodes` tokens after `context` committed tokens.
 
     Tokens are random, because equal tokens would select the same experts of a mixture-of-experts model. `fill_cache`
-    runs the context first, because energy depends on the cached values. The paths of `tree` run as separate rows.
+    runs the context first, because energy depends on the cached values; a `RowCache` always needs it. The paths of `tree` run as separate rows.
     """
     generator = torch.Generator().manual_seed(seed)
     ids_BT = torch.randint(model.vocab_size, (batch, context + nodes), generator=generator)
     with torch.inference_mode():
         _, cache = model.begin(ids_BT[:, :context].tolist(), context + nodes)
         ids_BT = ids_BT.to(model.device)
-        if fill_cache:
+        if (fill_cache or isinstance(cache, RowCache)) and context:
             model.extend(cache, ids_BT[:, :context])
     cache.set_lengths([context] * batch)
     tokens_BN = ids_BT[:, context:]

@@ -26,6 +26,7 @@ OPT = {"vocab_size": VOCAB, "hidden_size": 48, "ffn_dim": 80, "num_hidden_layers
 GPT2 = {"vocab_size": VOCAB, "n_embd": 48, "n_layer": 2, "n_head": 4, "n_positions": 128}
 SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", LLAMA),
+    "bloom": ("bloom", {"vocab_size": VOCAB, "hidden_size": 48, "n_layer": 2, "n_head": 4}),
     "qwen3": ("qwen3", LLAMA | {"head_dim": 16}),
     "opt": ("opt", OPT | {"word_embed_proj_dim": 48}),
     "gpt_neox": ("gpt_neox", NEOX),
@@ -45,8 +46,9 @@ def test_flops_equal_those_of_eager_attention(name: str) -> None:
     model = build(kind, settings, attn_implementation="eager")
     with FlopCounterMode(display=False) as counter:
         model(torch.ones(1, 40, dtype=torch.int64))
-    scorer = wrap_model(build(kind, settings), check=False)
-    assert count_flops(raw_forward(scorer, 40, 0)) == pytest.approx(counter.get_total_flops(), rel=0.005)
+    scorer, total = wrap_model(build(kind, settings), check=False), counter.get_total_flops()
+    assert count_flops(raw_forward(scorer, 40, 0)) == pytest.approx(total, rel=0.005)
+    assert 0 < count_flops(raw_forward(scorer, 4, 40)) < 0.2 * total
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
