@@ -32,6 +32,8 @@ class LintReport:
     tokens: int = 0
     trained_tokens: int = 0
     clean: int = 0
+    dropped_thoughts: int = 0
+    """Number of answers whose reasoning the chat template removes."""
     faults: Counter[str] = field(default_factory=Counter)
 
     def failures(self, min_clean_share: float, min_trained_share: float) -> list[str]:
@@ -51,7 +53,9 @@ class LintReport:
         share = f"{100 * self.trained_tokens / self.tokens:.1f} %" if self.tokens else "none"
         listed = ", ".join(f"{count:,} {name}" for name, count in self.faults.items())
         faults = f"{self.faults.total():,} documents with faults ({listed})" if listed else "no faults"
-        return f"{self.documents:,} documents, {self.tokens:,} tokens, {share} supervised; {faults}"
+        removed = self.dropped_thoughts
+        dropped = f"; the template removes the reasoning of {removed:,} answers" if removed else ""
+        return f"{self.documents:,} documents, {self.tokens:,} tokens, {share} supervised; {faults}{dropped}"
 
 
 class Linter:
@@ -121,7 +125,8 @@ class Linter:
         answer_texts = [turn.text for turn in document.conversation.turns if turn.role == "assistant"]
         answers = [answer_texts[number] for number in document.exchanges()]
         for answer, text in zip(answers, self._decoder.decode([ids[a:b] for a, b in document.spans]), strict=True):
-            answer = without_thought(answer)
+            whole, answer = _squash(answer).removeprefix("<think>"), without_thought(answer)
+            self.report.dropped_thoughts += whole != _squash(answer) and whole not in _squash(text)
             if not any(_squash(each) in _squash(text) for each in (answer, self._decoder.round_trip(answer))):
                 return ANSWER_DIFFERS
         return None

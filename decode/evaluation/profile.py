@@ -186,7 +186,8 @@ def raw_forward(
     """Return a callable that runs a forward of `nodes` tokens after `context` committed tokens.
 
     Tokens are random, because equal tokens would select the same experts of a mixture-of-experts model. `fill_cache`
-    runs the context first, because energy depends on the cached values; a `RowCache` always needs it. The paths of `tree` run as separate rows.
+    runs the context first, because energy depends on the cached values, and a `RowCache` requires it. The paths of
+    `tree` run as separate rows.
     """
     generator = torch.Generator().manual_seed(seed)
     ids_BT = torch.randint(model.vocab_size, (batch, context + nodes), generator=generator)

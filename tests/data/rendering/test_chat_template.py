@@ -182,6 +182,9 @@ def test_complex_templates_are_rendered_answer_by_answer(name: str) -> None:
     assert answers == [f"{begins}the answer{ends}", f"{begins}¿qué? 😀{ends}"]
     for number in (2, 4):
         assert prompt_renderer(template, tokenizer)(turns[:number]) == _served(tokenizer, turns[:number], prompt=True)
+    thinking = Conversation("d", (*turns[:2], Turn("assistant", "<think>why</think>ok")))
+    assert [linter.check(each) for each in Renderer(template, tokenizer, 200)([thinking], report)] == [None]
+    assert linter.report.dropped_thoughts == ("thought" in name)
     damaged = replace(rendered[0], ids=rendered[0].ids[::-1].copy())
     assert linter.check(damaged) == TEMPLATE_DIFFERS
     shifted = replace(rendered[0], spans=[(start - 4, end - 4) for start, end in rendered[0].spans])
