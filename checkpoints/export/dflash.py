@@ -1,9 +1,10 @@
-"""Export of DFlash drafters for serving engines and for transformers.
+"""Export of DFlash and DSpark drafters for serving engines, and of DFlash drafters for transformers.
 
 See `pairs/dflash.py` for how each engine interprets their config.
 """
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ..heads.auxiliary import HEAD
-from ..heads.dflash import BLOCK, LAYER_IDS, MASK, SETTINGS, DFlashHeads, load_dflash, save_dflash
-from ..heads.layouts import is_dflash, is_dspark
+from ..heads.dflash import BLOCK, LAYER_IDS, MASK, SETTINGS, DFlashHeads, save_dflash
+from ..heads.dspark import load_block_drafter
+from ..heads.layouts import drafts_blocks, is_dspark
 from ..heads.published import DFLASH_SIZES, ENCODER, TRANSFORMERS_DFLASH, read_published_dflash
 from ..pairs.dflash import examine_dflash
 from ..pairs.sides import REFUSED, Diagnosis, read_model_info
@@ -26,14 +28,13 @@ from .target import load_tokenizer
 _CONTEXT = 7  # tokens before the block that is compared
 
 
-def _load(source: Source) -> DFlashHeads:
-    if is_dspark(source.folder):
-        raise ValueError(
-            f"{source.folder} contains a DSpark drafter, which cannot be exported: decode it with `evaluate`"
-        )
-    if not is_dflash(source.folder):
-        raise ValueError(f"{source.folder} contains no DFlash drafter: export it with --to eagle3 or --to medusa")
-    return load_dflash(source.folder)
+def _load(source: Source, kind: str) -> DFlashHeads:
+    if not drafts_blocks(source.folder):
+        raise ValueError(f"{source.folder} contains no block drafter: export it with --to eagle3 or --to medusa")
+    actual = "DSpark" if is_dspark(source.folder) else "DFlash"
+    if actual != kind:
+        raise ValueError(f"{source.folder} contains a {actual} drafter: export it with --to {actual.lower()}")
+    return load_block_drafter(source.folder)
 
 
 def _diagnosis(source: Source, options: ExportOptions) -> Diagnosis:
@@ -41,24 +42,24 @@ def _diagnosis(source: Source, options: ExportOptions) -> Diagnosis:
     return examine_dflash(read_model_info(target, load_tokenizer), str(source.folder), source.folder)
 
 
-def _write(source: Source, folder: Path, options: ExportOptions) -> None:
-    heads, tokens = _load(source), options.speculative_tokens
-    if tokens is not None and tokens >= heads.block_size:
-        limit = heads.block_size - 1
+def _write(kind: str, source: Source, folder: Path, options: ExportOptions) -> None:
+    heads, tokens = _load(source, kind), options.speculative_tokens
+    if tokens is not None and tokens > (limit := heads.num_heads):
         raise ValueError(f"--speculative-tokens must be at most {limit}, the draft tokens of a block, got {tokens}")
     save_dflash(heads, folder)
 
 
-def _compare(source: Source, folder: Path, options: ExportOptions) -> list[str]:
+def _compare(kind: str, source: Source, folder: Path, options: ExportOptions) -> list[str]:
     written = load_file(folder / WHOLE_FILES[0])
     check_same_tensors(written, load_file(source.folder / WHOLE_FILES[0]), folder)
-    verdicts = verdict_lines(_diagnosis(source, options), ["vllm", "sglang", "tensorrt-llm"], ["vllm"])
+    engines = ["vllm", "sglang"] if kind == "DSpark" else ["vllm", "sglang", "tensorrt-llm"]
+    verdicts = verdict_lines(_diagnosis(source, options), engines, ["vllm"])
     same = f"all {len(written)} tensors are identical"
-    return [same, _compare_block(_load(source), load_dflash(folder), folder), *verdicts]
+    return [same, _compare_block(_load(source, kind), load_block_drafter(folder), folder), *verdicts]
 
 
 def _write_transformers(source: Source, folder: Path, options: ExportOptions) -> None:
-    _load(source)
+    _load(source, "DFlash")
     stored, config = load_file(source.folder / WHOLE_FILES[0]), read_json(source.folder / CONFIG_FILE)
     for new, old in ENCODER.items():
         stored = {new + name.removeprefix(old) if name.startswith(old) else name: x for name, x in stored.items()}
@@ -77,7 +78,7 @@ def _compare_transformers(source: Source, folder: Path, options: ExportOptions) 
     diagnosis = _diagnosis(source, options)
     verdicts = verdict_lines(diagnosis, ["transformers"], ["transformers"])
     target = read_model_info(diagnosis.target, load_tokenizer).config
-    heads, exported = _load(source), read_published_dflash(folder, target)
+    heads, exported = _load(source, "DFlash"), read_published_dflash(folder, target)
     check_same_tensors(exported.state_dict(), heads.state_dict(), folder)
     same = f"all {len(heads.state_dict())} tensors are identical, two under other names"
     return [same, _compare_block(heads, exported, folder), *verdicts]
@@ -106,10 +107,11 @@ def _compare_block(heads: DFlashHeads, exported: DFlashHeads, folder: Path) -> s
 
 
 def _values(source: Source, folder: Path, options: ExportOptions) -> dict[str, Any]:
-    heads, verdicts = _load(source), _diagnosis(source, options).verdicts
+    heads, verdicts = load_block_drafter(source.folder), _diagnosis(source, options).verdicts
     return heads.facts | {
         "ids": ", ".join(str(layer - 1) for layer in heads.layers),
-        "tokens": options.speculative_tokens or heads.block_size - 1,
+        "tokens": options.speculative_tokens or heads.num_heads,
+        "drafts": heads.num_heads,
         "refused": {name: "; ".join(each.reasons) for name, each in verdicts.items() if each.outcome == REFUSED},
     }
 
@@ -119,8 +121,19 @@ DFLASH_FORMAT = Format(
     "heads",
     "DFlash drafter, whose config has the keys of each engine",
     "vLLM 0.33 (dflash), SGLang 0.5.23 (DFLASH), TensorRT-LLM (not tested)",
-    _write,
-    _compare,
+    partial(_write, "DFlash"),
+    partial(_compare, "DFlash"),
+    _values,
+    ("target", "speculative_tokens"),
+    native=True,
+)
+DSPARK_FORMAT = Format(
+    "dspark",
+    "heads",
+    "DSpark drafter, whose config has the keys of each engine",
+    "vLLM 0.33 (dspark, on GPUs), SGLang 0.5.23 (DSPARK)",
+    partial(_write, "DSpark"),
+    partial(_compare, "DSpark"),
     _values,
     ("target", "speculative_tokens"),
     native=True,

@@ -19,7 +19,9 @@ from .target import load_tokenizer
 def eagle_of(source: Source) -> EagleHeads:
     """Load an artifact's EAGLE-3 heads. Raises ValueError if the heads are incomplete or of a different type."""
     if drafts_blocks(source.folder):
-        raise ValueError(f"{source.folder} contains a block drafter, not EAGLE-3 heads: export it with --to dflash")
+        raise ValueError(
+            f"{source.folder} contains a block drafter, not EAGLE-3 heads: export it with --to dflash or dspark"
+        )
     if not is_eagle(source.folder):
         raise ValueError(f"{source.folder} contains Medusa heads, not EAGLE-3 heads: export them with --to medusa")
     heads = load_eagle(source.folder)

@@ -79,6 +79,11 @@ class LanguageModel(ABC):
         return self.dtype
 
     @property
+    def precision(self) -> float:
+        """Return the relative precision of matrix products, which is that of the weights' dtype."""
+        return torch.finfo(self.weights_dtype).eps
+
+    @property
     def is_async(self) -> bool:
         """Return whether reading a tensor's value on the host synchronises with the device."""
         return self.device.type != "cpu"

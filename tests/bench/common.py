@@ -23,9 +23,6 @@ VICUNA = SHARED / "instruct" / "alpaca_eval" / "vicuna-7b-v1.3.json"
 LLAMA = SHARED / "tokenizer" / "llama2c"
 
 
-# --- command line and last line ---------------------------------------------------------------------------------------
-
-
 def parser_of(doc: str | None, quick: str, pair: bool = False, **numbers: int) -> argparse.ArgumentParser:
     """Return an argument parser with `--quick`, optionally `--pair`, and integer options with defaults `numbers`."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -40,9 +37,6 @@ def parser_of(doc: str | None, quick: str, pair: bool = False, **numbers: int) -
 def finish(results: Mapping[str, Any], device: str = "cpu") -> None:
     """Print the results and the machine as one JSON object, the last line of the output."""
     print(json.dumps({**results, "machine": machine(device)}))
-
-
-# --- models ---------------------------------------------------------------------------------------------------------
 
 
 def random_llama(
@@ -69,9 +63,6 @@ def random_llama(
             return LlamaForCausalLM(config)
     finally:
         torch.set_default_dtype(torch.float32)
-
-
-# --- times and memory -------------------------------------------------------------------------------------------------
 
 
 class Timed(NamedTuple):

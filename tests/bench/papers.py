@@ -39,9 +39,6 @@ SAMPLED = {"temperature": 0.25}
 """Settings of recipes with heads, since a small target's greedy text repeats itself and every head predicts it."""
 
 
-# --- predicates -------------------------------------------------------------------------------------------------------
-
-
 def rising(metric: str, *labels: str) -> Predicate:
     """Return a predicate that checks whether a metric increases from row to row, in the order of `labels`."""
 
@@ -225,9 +222,6 @@ CLAIMS: dict[str, dict[str, Predicate]] = {
     },
 }  # fmt: skip
 """Claims of the papers about the table of each recipe."""
-
-
-# --- rows -------------------------------------------------------------------------------------------------------------
 
 
 def metrics_of(row: Mapping[str, Any]) -> SimpleNamespace:

@@ -32,36 +32,20 @@ CASES: dict[str, dict[str, Any]] = {
 
 def recipe_of(case: str, seed: int, args: argparse.Namespace, folder: Path) -> HeadsRecipe:
     """Return the recipe of a case, which writes to `folder`."""
-    quarter = max(1, args.steps // 4)
-    values: dict[str, Any] = {
-        "kind": "heads",
-        **CASES[case],
-        "out": str(folder / f"{[*CASES].index(case)}-{seed}"),
-        "target": str(args.pair / "target"),
-        "num_heads": DRAFTS,
-        "anchors": 64,
-        "objective": DSPARK_OBJECTIVE,
-        "hidden": {"cache": str(folder / "hidden")},
-        "data": {
-            "source": str(args.pair / "corpus" / "train.jsonl"),
-            "heldout_source": str(args.pair / "corpus" / "heldout.jsonl"),
-            "limit": 20 * args.steps,
-            "heldout_limit": 64,
-            "template": "chatml",
-            "block_tokens": BLOCK,
-            "cache": str(folder / "prepared"),
-        },
-        "train": {
-            "steps": args.steps,
-            "global_batch": BATCH,
-            "micro_batch": BATCH,
-            "learning_rate": 3e-3,
-            "seed": seed,
-            "evaluate_every": quarter,
-            "save_every": 0,
-        },
-        "measure": {"prompts": 16, "new_tokens": 48, "gamma": DRAFTS, "blocks": 16},
+    quarter, corpus = max(1, args.steps // 4), args.pair / "corpus"
+    data = {
+        "source": str(corpus / "train.jsonl"),
+        "heldout_source": str(corpus / "heldout.jsonl"),
+        "template": "chatml",
     }
+    data |= {"limit": 20 * args.steps, "heldout_limit": 64, "block_tokens": BLOCK, "cache": str(folder / "prepared")}
+    train = {"steps": args.steps, "global_batch": BATCH, "micro_batch": BATCH, "learning_rate": 3e-3}
+    train |= {"seed": seed, "evaluate_every": quarter, "save_every": 0}
+    out, target = str(folder / f"{[*CASES].index(case)}-{seed}"), str(args.pair / "target")
+    values = {"kind": "heads", **CASES[case], "out": out, "target": target, "data": data, "train": train}
+    values |= {"num_heads": DRAFTS, "anchors": 64, "objective": DSPARK_OBJECTIVE}
+    values |= {"hidden": {"cache": str(folder / "hidden")}}
+    values |= {"measure": {"prompts": 16, "new_tokens": 48, "gamma": DRAFTS, "blocks": 16}}
     if values["architecture"] == "dspark":
         table = str(args.pair / "table") if "table" in case else None
         values["dspark"] = {"markov_rank": RANK, "markov_start": table}

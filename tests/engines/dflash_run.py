@@ -1,4 +1,6 @@
-"""Run exported DFlash drafters in the modules of vLLM, SGLang or transformers, in an environment with their packages.
+"""Run exported DFlash and DSpark drafters in the modules of engines, in an environment with their packages.
+
+Engines are vLLM (both kinds), SGLang and transformers.
 
 The engine's own code computes everything except attention in vLLM and SGLang, which a plain implementation replaces.
 
@@ -56,16 +58,19 @@ def vllm_runner(folder: str, target: str, inputs: dict[str, Tensor]) -> Run:
     from vllm.forward_context import set_forward_context
     from vllm.model_executor.model_loader.utils import process_weights_after_loading
     from vllm.model_executor.models.qwen3_dflash import DFlashQwen3ForCausalLM
+    from vllm.model_executor.models.qwen3_dspark import Qwen3DSparkForCausalLM
 
     stored, size = load_file(f"{folder}/model.safetensors"), config_of(folder)["block_size"]
-    speculative = {"method": "dflash", "model": folder, "num_speculative_tokens": size - 1}
+    is_spark = "markov_rank" in config_of(folder)
+    speculative = {"method": "dspark", "num_speculative_tokens": size} if is_spark else {"method": "dflash"}
+    speculative = {"num_speculative_tokens": size - 1, "model": folder} | speculative
     options = {"speculative_config": speculative, "dtype": "float32", "enforce_eager": True, "max_model_len": 64}
     config = EngineArgs(target, **options).create_engine_config()
     with set_current_vllm_config(config):
         if not parallel_state.model_parallel_is_initialized():
             parallel_state.init_distributed_environment(1, 0, ADDRESS, 0, "gloo")
             parallel_state.initialize_model_parallel(1)
-        model = DFlashQwen3ForCausalLM(vllm_config=config)
+        model = (Qwen3DSparkForCausalLM if is_spark else DFlashQwen3ForCausalLM)(vllm_config=config)
         for layer in model.model.layers:
             layer.self_attn.attn = PlainAttention(layer.self_attn)
         model.load_weights(stored.items())
@@ -87,7 +92,15 @@ def vllm_runner(folder: str, target: str, inputs: dict[str, Tensor]) -> Run:
         with set_forward_context(None, config):
             context = model.combine_hidden_states(states_TG)
             model.precompute_and_store_context_kv(context, places[:known], places[:known])
-            return model.compute_logits(model(block_S, places[known:]))[:, :vocab].float()
+            hidden_SD = model(block_S, places[known:])
+            if not is_spark:
+                return model.compute_logits(hidden_SD)[:, :vocab].float()
+            logits_SR, token = model.compute_draft_logits(hidden_SD).float(), block_S[:1]
+            for logits_R in logits_SR:  # in the order of the speculator, which needs a GPU
+                logits_R += model.markov_bias(model.markov_embed(token))[0]
+                token = model.map_draft_to_target(logits_R.argmax().view(1))
+            ids_R = model.map_draft_to_target(torch.arange(logits_SR.shape[1]))
+            return torch.full((len(block_S), vocab), -torch.inf).index_copy_(1, ids_R, logits_SR)
 
     return run
 

@@ -214,7 +214,7 @@ def measure_rounding(
     """Compare forwards of the target over a few tokens with a forward of `reference` over the whole text.
 
     `near_tie` is four times the largest observed difference, at least one unit in the last place of the largest logit,
-    and at most the square root of the dtype's precision times that logit.
+    and at most the square root of the target's precision times that logit.
     """
     reference = reference or target
     prompts = list(prompts[:_TEXTS])
@@ -228,7 +228,7 @@ def measure_rounding(
         spread = max(spread, float((narrow_XV - wide_XV)[finite_XV].abs().max()))
         distance_X = (warp(narrow_XV, sampling) - warp(wide_XV, sampling)).abs().sum(-1) / 2
         distance = max(distance, float(distance_X.mean()))
-    precision, largest = torch.finfo(target.weights_dtype).eps, float(wide_XV[finite_XV].abs().max())
+    precision, largest = target.precision, float(wide_XV[finite_XV].abs().max())
     near_tie = min(max(4.0 * spread, precision * largest), math.sqrt(precision) * largest)
     return Rounding(str(target.weights_dtype).removeprefix("torch."), spread, near_tie, distance, len(wide_XV))
 

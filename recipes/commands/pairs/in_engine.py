@@ -49,10 +49,11 @@ def check_engine(recipe: ForgeRecipe) -> None:
 def form_for(engine: str, artifact: Path) -> str | None:
     """Return the format for exporting an artifact to an engine, or None if the engine does not support its kind."""
     kind = load_manifest(artifact).kind
-    prefix = "eagle3" if is_eagle(artifact) else "dflash" if drafts_blocks(artifact) else "medusa"
+    block = "dspark" if is_dspark(artifact) else "dflash"
+    prefix = "eagle3" if is_eagle(artifact) else block if drafts_blocks(artifact) else "medusa"
     fitting = [form for form in ENGINES[engine].forms if FORMATS[form].kind == kind]
     fitting = [form for form in fitting if kind != "heads" or form.startswith(prefix)]
-    return fitting[0] if fitting and not is_dspark(artifact) else None
+    return fitting[0] if fitting else None
 
 
 def tune_in_engine(recipe: ForgeRecipe, name: str, artifact: Path | None, prompts: int) -> list[str]:

@@ -83,7 +83,7 @@ def _sglang(target: str, draft: Draft | None) -> list[str]:
         return command
     command += ["--speculative-algorithm", ENGINES["sglang"].forms[draft.form]]
     command += ["--speculative-draft-model-path", draft.folder]
-    if draft.form != "dflash":
+    if draft.form not in ("dflash", "dspark"):
         command += ["--speculative-num-steps", str(draft.tokens), "--speculative-eagle-topk", "1"]
     return [*command, "--speculative-num-draft-tokens", str(draft.tokens + 1)]
 
@@ -103,9 +103,12 @@ def _llama_cpp_lookup(tokens: int) -> list[str]:
 
 ENGINES = {
     "vllm": Engine(
-        {"vllm-sglang": "draft_model", "eagle3": "eagle3", "medusa": "medusa", "dflash": "dflash"}, _vllm, _vllm_lookup
+        {"vllm-sglang": "draft_model"} | {name: name for name in ("eagle3", "medusa", "dflash", "dspark")},
+        *(_vllm, _vllm_lookup),
     ),
-    "sglang": Engine({"vllm-sglang": "STANDALONE", "eagle3": "EAGLE3", "dflash": "DFLASH"}, _sglang),
+    "sglang": Engine(
+        {"vllm-sglang": "STANDALONE", "eagle3": "EAGLE3", "dflash": "DFLASH", "dspark": "DSPARK"}, _sglang
+    ),
     "llama.cpp": Engine({"gguf": "draft-simple", "eagle3-gguf": "draft-eagle3"}, _llama_cpp, _llama_cpp_lookup),
 }
 

@@ -114,11 +114,11 @@ def _describe_schedule(schedule: Mapping[str, Any]) -> str:
 
 
 def max_draft_tokens(export: Path | str) -> int:
-    """Return the maximum number of draft tokens for an export: the heads of Medusa, or the block of DFlash."""
+    """Return the maximum number of draft tokens for an export, such as the tokens of a DFlash block."""
     manifest = load_manifest(Path(export).expanduser())
     assert manifest.export is not None
     form, heads = manifest.export["format"], manifest.shapes.get("num_heads")
-    if form == "dflash" and heads:  # one forward drafts the whole block
+    if form in ("dflash", "dspark") and heads:  # one forward drafts the whole block
         return int(heads)
     return min(MAX_TOKENS, heads or MAX_TOKENS) if form.startswith("medusa") else MAX_TOKENS
 

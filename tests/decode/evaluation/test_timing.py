@@ -119,9 +119,6 @@ def test_speedups_and_bounds_include_prefill(models: tuple[Any, Parts], clock: C
         assert row["speedup"] == pytest.approx(1, abs=0.2)
 
 
-# --- steadiness -------------------------------------------------------------------------------------------------------
-
-
 def run_of(times: list[list[float]], iterations: int = 10) -> Run:
     tally = Tally(tokens=iterations, steps=iterations, iterations=iterations)
     return Run([[Decoded([1] * iterations, tally, seconds, 0.0) for seconds in repeats] for repeats in times])

@@ -129,18 +129,19 @@ def test_unsupported_exports_are_refused(
         commands_of(other, engine)
 
 
-def test_a_block_is_drafted_with_one_forward(export: Path) -> None:
+@pytest.mark.parametrize("form", ["dflash", "dspark"])
+def test_a_block_is_drafted_with_one_forward(export: Path, form: str) -> None:
     """The number of draft tokens of SGLang includes the anchor."""
     about: dict[str, Any] = {key: {} for key in ("recipe", "data", "training")} | {"shapes": {"num_heads": 7}}
     about |= {"vocab_size": 16, "tokenizer_fingerprint": None, "target": {"id": "some/target"}}
-    about["export"] = load_manifest(export).export | {"format": "dflash"}  # type: ignore[operator]
-    drafter = export.with_name("dflash")
+    about["export"] = load_manifest(export).export | {"format": form}  # type: ignore[operator]
+    drafter = export.with_name(form)
     save_artifact(drafter, kind="heads", write=lambda folder: (folder / "x").write_text("x"), **about)
     assert max_draft_tokens(drafter) == 7
     vllm, sglang = (" ".join(commands_of(drafter, engine)[0]) for engine in ("vllm", "sglang"))
-    assert '"method": "dflash"' in vllm
+    assert f'"method": "{form}"' in vllm
     assert '"num_speculative_tokens": 7' in vllm
-    assert "--speculative-algorithm DFLASH" in sglang
+    assert f"--speculative-algorithm {form.upper()}" in sglang
     assert "--speculative-num-draft-tokens 8" in sglang
 
 

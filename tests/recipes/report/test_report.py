@@ -221,9 +221,6 @@ def test_a_certificate_of_artifacts_that_have_changed_is_stale(tmp_path: Path, r
     assert "bfloat16, expected float32" in Page(run_report([rich])).alerts
 
 
-# --- comparisons ------------------------------------------------------------------------------------------------------
-
-
 def test_significant_changes_are_bold(results: Path) -> None:
     loaded = load_results(results)
     versions = []

@@ -15,6 +15,7 @@ from draftsmith.checkpoints.artifact.artifact import save_artifact
 from draftsmith.checkpoints.artifact.model_ref import tokenizer_fingerprint
 from draftsmith.checkpoints.export.base import SERVING_FILE, ExportOptions, export_artifact
 from draftsmith.checkpoints.heads.dflash import DFlashHeads, save_dflash
+from draftsmith.checkpoints.heads.dspark import DSparkHeads
 from draftsmith.checkpoints.heads.eagle import EagleHeads, save_eagle
 from draftsmith.checkpoints.heads.files import PredictionHeads, save_heads
 from draftsmith.checkpoints.table.table import BigramTable
@@ -52,9 +53,9 @@ def serving(
         elif form.startswith("eagle3"):
             eagle = EagleHeads.for_target(model.config, [0, 1, 3], torch.arange(40, VOCAB))
             save_eagle(eagle.attach(model.get_input_embeddings().weight, model.lm_head.weight), folder)
-        elif form.startswith("dflash"):
-            dflash = DFlashHeads.for_target(model.config, 3, 6, 2)
-            save_dflash(dflash.attach(model.get_input_embeddings().weight, model.lm_head.weight), folder)
+        elif form.startswith(("dflash", "dspark")):
+            block = (DSparkHeads if form == "dspark" else DFlashHeads).for_target(model.config, 3, 6, 2)
+            save_dflash(block.attach(model.get_input_embeddings().weight, model.lm_head.weight), folder)
         elif kind == "heads":
             save_heads(PredictionHeads.from_lm_head(model.lm_head.weight.detach().clone(), 3, 1), folder, str(target))
         else:

@@ -13,6 +13,7 @@ from draftsmith.checkpoints.artifact.artifact import load_manifest, save_artifac
 from draftsmith.checkpoints.artifact.card import model_card
 from draftsmith.checkpoints.export.base import SERVING_FILE, ExportOptions, export_artifact
 from draftsmith.checkpoints.heads.dflash import DFlashHeads, load_dflash, save_dflash
+from draftsmith.checkpoints.heads.dspark import DSparkHeads, load_block_drafter
 from draftsmith.checkpoints.heads.published import read_published_dflash
 from draftsmith.checkpoints.verify.inspect import find_faults
 from draftsmith.recipes.commands.artifacts.export import FORMATS
@@ -38,20 +39,17 @@ class Case:
             shutil.copy(pair / "target" / name, self.target / name)
         self.model = model
 
-    def heads(self, kept: torch.Tensor | None = None) -> DFlashHeads:
+    def heads(self, kept: torch.Tensor | None = None, form: str = "dflash") -> DFlashHeads:
         torch.manual_seed(2)
-        heads = DFlashHeads.for_target(self.model.config, MASK, BLOCK, 2, INPUTS, kept)
+        kind = DSparkHeads if form == "dspark" else DFlashHeads
+        heads = kind.for_target(self.model.config, MASK, BLOCK, 2, INPUTS, kept)
         for name, weight in heads.named_parameters():
             torch.nn.init.uniform_(weight, 0.5, 1.5) if "norm" in name else torch.nn.init.normal_(weight, std=0.4)
         return heads.attach(self.model.get_input_embeddings().weight, self.model.lm_head.weight).eval()
 
     def artifact(self, heads: DFlashHeads) -> Path:
-        shapes: dict[str, Any] = {
-            "architecture": "dflash",
-            "num_heads": BLOCK - 1,
-            "states": heads.states,
-            **heads.facts,
-        }
+        shapes: dict[str, Any] = {"architecture": "dflash", "num_heads": heads.num_heads, "states": heads.states}
+        shapes |= heads.facts
         if heads.proposed is not None:
             shapes["proposed_tokens"] = len(heads.proposed)
         about: dict[str, Any] = {"recipe": {}, "data": {}, "training": {}, "shapes": shapes}
@@ -61,7 +59,7 @@ class Case:
 
     def export(self, form: str, kept: torch.Tensor | None = None, **options: Any) -> tuple[Path, list[str]]:
         out = self.folder / form
-        return out, export_artifact(self.artifact(self.heads(kept)), form, out, FORMATS, ExportOptions(**options))
+        return out, export_artifact(self.artifact(self.heads(kept, form)), form, out, FORMATS, ExportOptions(**options))
 
 
 def case_in(folder: Path, make_llama: Any, tiny_pair: Path) -> Case:
@@ -155,25 +153,28 @@ def test_exports_are_checked(trimmed: bool, case: Case) -> None:
     assert '"num_speculative_tokens": 2' in text
     assert "--speculative-num-draft-tokens 3" in text
     assert ("ignores the draft vocabulary of" in text) == trimmed
+    out, lines = case.export("dspark", kept)
+    assert [line.partition(": ")[2].split()[0] for line in lines[2:]] == ["works", "refused" if trimmed else "works"]
+    assert ("--speculative-algorithm DSPARK" in (out / SERVING_FILE).read_text()) != trimmed
     out, lines = case.export("dflash-transformers", kept)
     assert lines[0].endswith("two under other names")
     assert not {"lm_head.weight", "d2t", "fc.weight"} & set(load_file(out / "model.safetensors"))
     assert json.loads((out / "config.json").read_text())["target_layer_ids"] == IDS
 
 
-@pytest.mark.parametrize("form", ["dflash", "dflash-transformers"])
+@pytest.mark.parametrize("form", ["dflash", "dspark", "dflash-transformers"])
 def test_a_lost_setting_is_found(form: str, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tensors are equal, but the config of the export has another epsilon."""
 
     def load(folder: Path, *target: Any) -> DFlashHeads:
         edit(folder, lambda config, weights: config.update(rms_norm_eps=0.1))
-        return read_published_dflash(folder, *target) if target else load_dflash(folder)
+        return read_published_dflash(folder, *target) if target else load_block_drafter(folder)
 
-    heads = case.heads()
+    heads = case.heads(None, form)
     artifact = case.artifact(heads)
     module = "draftsmith.checkpoints.export.dflash"
-    monkeypatch.setattr(f"{module}._load", lambda source: heads)
-    monkeypatch.setattr(f"{module}.load_dflash", load)
+    monkeypatch.setattr(f"{module}._load", lambda source, kind: heads)
+    monkeypatch.setattr(f"{module}.load_block_drafter", load)
     monkeypatch.setattr(f"{module}.read_published_dflash", load)
     with pytest.raises(ValueError, match="the states of a block computed from"):
         export_artifact(artifact, form, case.folder / form, FORMATS)
