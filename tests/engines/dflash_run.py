@@ -11,8 +11,11 @@ logits of all slots, [P, S, V].
 """
 
 import json
+import shutil
 import sys
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -62,8 +65,12 @@ def vllm_runner(folder: str, target: str, inputs: dict[str, Tensor]) -> Run:
 
     stored, size = load_file(f"{folder}/model.safetensors"), config_of(folder)["block_size"]
     is_spark = "markov_rank" in config_of(folder)
-    speculative = {"method": "dspark", "num_speculative_tokens": size} if is_spark else {"method": "dflash"}
-    speculative = {"num_speculative_tokens": size - 1, "model": folder} | speculative
+    if is_spark:  # vLLM refuses the method `dspark` on CPUs, but its module runs
+        Path(twin := tempfile.mkdtemp(), "config.json").write_text(
+            json.dumps(config_of(folder) | {"architectures": ["DFlashDraftModel"]}), encoding="utf-8"
+        )
+        folder = shutil.copy(f"{folder}/model.safetensors", twin) and twin
+    speculative = {"method": "dflash", "model": folder, "num_speculative_tokens": size - 1}
     options = {"speculative_config": speculative, "dtype": "float32", "enforce_eager": True, "max_model_len": 64}
     config = EngineArgs(target, **options).create_engine_config()
     with set_current_vllm_config(config):
