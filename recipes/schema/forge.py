@@ -15,6 +15,8 @@ class ForgeRecipe(Section):
     """Output directory."""
     target: str
     """Directory or hub id of the target, or a `.gguf` file."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16", "int8"] = "auto"
+    """Data type of the target's weights in measurements and in the result."""
     hours: float = Field(2.0, gt=0)
     """Approximate time budget in hours."""
     more_hours: float = Field(0.0, ge=0)

@@ -202,6 +202,7 @@ def base_of(recipe: ForgeRecipe) -> QuickstartRecipe:
     own = {"template": recipe.template, "template_options": recipe.template_options}
     for name in ("answers", "evaluate"):
         values[name] |= own
+    values["evaluate"]["dtype"] = recipe.dtype
     for name in ("eagle", "drafter", "heads", "table"):
         values[name]["data"] = values[name]["data"] | own
     if recipe.prompts:

@@ -343,7 +343,7 @@ def test_an_unsuitable_given_drafter_is_skipped(
 
 
 def test_settings_of_several_sources_share_one_evaluation() -> None:
-    recipe = ForgeRecipe(kind="forge", target="target", out="runs/forge")
+    recipe = ForgeRecipe(kind="forge", target="target", out="runs/forge", dtype="int8")
     own, other = Source("own", "drafter", "runs/own", 9), Source("given", "eagle", "runs/given")
     heads, lookup = Source("heads", "heads", "runs/heads", 9), Source("prompt lookup")
     rows = [Row(lookup, "suffix", {}), Row(own, "speculative", {"gamma": 2}), Row(other, "speculative", {"gamma": 2})]
@@ -353,6 +353,7 @@ def test_settings_of_several_sources_share_one_evaluation() -> None:
     assert [row.options.get("drafter") for row in merged.methods] == [None, None, None, 2, None]
     assert (merged.drafter, merged.more_drafters, merged.heads) == ("runs/own", ["runs/given"], "runs/heads")
     assert (merged.table, merged.batch, merged.temperature, merged.limit) == (base.table.out, 2, 1.0, 8)
+    assert merged.dtype == "int8"
     alone = evaluation_of(base, recipe, "name", rows[:1], Workload(1, 0.0), 8)
     assert (alone.drafter, alone.heads, alone.table) == (None, None, None)
 
