@@ -116,28 +116,22 @@ def _values(source: Source, folder: Path, options: ExportOptions) -> dict[str, A
     }
 
 
-DFLASH_FORMAT = Format(
-    "dflash",
-    "heads",
-    "DFlash drafter, whose config has the keys of each engine",
-    "vLLM 0.33 (dflash), SGLang 0.5.23 (DFLASH), TensorRT-LLM (not tested)",
-    partial(_write, "DFlash"),
-    partial(_compare, "DFlash"),
-    _values,
-    ("target", "speculative_tokens"),
-    native=True,
-)
-DSPARK_FORMAT = Format(
-    "dspark",
-    "heads",
-    "DSpark drafter, whose config has the keys of each engine",
-    "vLLM 0.33 (dspark, on GPUs), SGLang 0.5.23 (DSPARK)",
-    partial(_write, "DSpark"),
-    partial(_compare, "DSpark"),
-    _values,
-    ("target", "speculative_tokens"),
-    native=True,
-)
+def _for_engines(kind: str, readers: str) -> Format:
+    return Format(
+        kind.lower(),
+        "heads",
+        f"{kind} drafter, whose config has the keys of each engine",
+        readers,
+        partial(_write, kind),
+        partial(_compare, kind),
+        _values,
+        ("target", "speculative_tokens"),
+        native=True,
+    )
+
+
+DFLASH_FORMAT = _for_engines("DFlash", "vLLM 0.33 (dflash), SGLang 0.5.23 (DFLASH), TensorRT-LLM (not tested)")
+DSPARK_FORMAT = _for_engines("DSpark", "vLLM 0.33 (dspark, on GPUs), SGLang 0.5.23 (DSPARK)")
 DFLASH_TRANSFORMERS = Format(
     "dflash-transformers",
     "heads",
