@@ -175,7 +175,7 @@ class LeanDecoder(LanguageModel):
     @property
     def precision(self) -> float:
         # Processors with int8 dot products round the inputs of int8 weights to 16 bits, relative to a row's maximum.
-        return 2.0**-15 if self._int8 else super().precision
+        return max(2.0**-15, super().precision) if self._int8 else super().precision
 
     def _fuse(self, layer: Any) -> _Layer:
         """Prepare the weights of a layer, and fuse projections with the same input."""
