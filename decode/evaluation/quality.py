@@ -76,8 +76,8 @@ def common_subsequence(first: Sequence[str], second: Sequence[str]) -> int:
 def nearly_tied(target: LanguageModel, prompt: Sequence[int], text: Sequence[int], greedy: Sequence[int]) -> bool:
     """Return whether `text` first differs from `greedy` at a near-tie: logits whose order rounding can change.
 
-    The limit is the largest logit times a third of the square root of the target's precision: 0.0001 for float32, 0.002
-    for int8 and 0.03 for bfloat16. Certificates of losslessness measure the limit instead.
+    The limit is the largest logit times a third of the square root of the target's precision: 0.0001 for float32, 0.03
+    for bfloat16, and 0.002 for int8 products that round their inputs. Certificates measure the limit instead.
     """
     index = common_prefix(text, greedy)
     if index == min(len(text), len(greedy)):

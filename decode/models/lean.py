@@ -24,7 +24,7 @@ from .draft_vocabulary import kept_tokens
 from .kv_cache import IndexedCache, KVCache
 from .products.layers import DecoderLayers, Kind
 from .products.native import compiled, fused_kernels
-from .products.product import FEW_ROWS, FewRows, Product, is_int8, rounded
+from .products.product import FEW_ROWS, FOURS, FewRows, Product, is_int8, rounded
 from .products.rotation import Rotation, Turns, rotations
 from .products.shared import is_shared, pack_layers, share, stored_weights
 from .products.weights import ACTIVATIONS, FAMILIES, GATES, join_weights, norm_weight, split_heads
@@ -174,8 +174,10 @@ class LeanDecoder(LanguageModel):
 
     @property
     def precision(self) -> float:
-        # Processors with int8 dot products round the inputs of int8 weights to 16 bits, relative to a row's maximum.
-        return max(2.0**-15, super().precision) if self._int8 else super().precision
+        few_rows = self._head.few_rows
+        if few_rows is not None and few_rows.kind == FOURS:  # it rounds inputs to 16 bits, relative to a row's maximum
+            return 2.0**-15
+        return super().precision
 
     def _fuse(self, layer: Any) -> _Layer:
         """Prepare the weights of a layer, and fuse projections with the same input."""
